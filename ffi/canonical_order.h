@@ -13,7 +13,11 @@ namespace dsv4_fmha {
 struct CanonicalOrder {
   static constexpr int64_t kNumber = 2;
   static constexpr std::string_view kArch = "sm_90a";
-  static constexpr std::string_view kTargets[] = {"mha_fwd", "mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
+  static constexpr std::string_view kTargets[] = {"mha_fwd", "mla_sparse_fwd", "csa_fwd",
+                                                  "hca_fwd", "mla_span_fwd",   "dsv4_decode"};
+  // Of these, those that want a tile of rows to have heads of one query.
+  static constexpr std::string_view kOfTiles[] = {"hca_fwd", "mla_span_fwd"};
+  static constexpr int64_t kTile = 64;  // heads
 
   // Why there is no order of this number on a device; empty where there is. 0 is any order.
   static std::string OfNumber(int64_t number, const Device& device) {
@@ -24,14 +28,19 @@ struct CanonicalOrder {
   }
 
   // Why a call has not the order that it asks for; empty where it has.
-  static std::string Missing(const ForwardCall& call, int64_t splits, const Device& device) {
+  static std::string Missing(const ForwardCall& call, const RowShape& rows, const Device& device) {
     if (call.order == 0) return "";
     if (std::string error = OfNumber(call.order, device); !error.empty()) return error;
     const std::string got = "order: got " + std::to_string(call.order);
-    if (std::find(std::begin(kTargets), std::end(kTargets), call.target->name) == std::end(kTargets)) {
-      return got + " of " + call.target->name + ", wanted a call whose kernels have it";
+    auto is_of = [&](const auto& targets) {
+      return std::find(std::begin(targets), std::end(targets), call.target->name) != std::end(targets);
+    };
+    if (!is_of(kTargets)) return got + " of " + call.target->name + ", wanted a call whose kernels have it";
+    if (is_of(kOfTiles) && (rows.h_kv != 1 || rows.h_q % kTile != 0)) {
+      return got + " of " + call.target->name + " with " + std::to_string(rows.h_q) + " heads and " +
+             std::to_string(rows.h_kv) + " KV heads, wanted a multiple of " + std::to_string(kTile) + ", and 1";
     }
-    return splits > 1 ? got + " with " + std::to_string(splits) + " splits, wanted whole keys" : "";
+    return rows.splits > 1 ? got + " with " + std::to_string(rows.splits) + " splits, wanted whole keys" : "";
   }
 };
 

@@ -33,7 +33,7 @@ struct Forward {
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     RowShape& rows = shape->rows;
     auto& [forward, combine] = *kernels;
-    if (std::string missing = CanonicalOrder::Missing(call, rows.splits, device); !missing.empty()) {
+    if (std::string missing = CanonicalOrder::Missing(call, rows, device); !missing.empty()) {
       return ffi::Error(ffi::ErrorCode::kUnimplemented, missing);
     }
     const ForwardChoices choices{.d = rows.d, .dtype = call.q.dtype, .packing = call.packing, .max_heads = rows.h_q};

@@ -173,6 +173,21 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
+// Of the same array tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
+// t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
+inline TensorArgument CutKeys(const RowShape& shape, int64_t s_kv, int64_t tile_n, void* address) {
+  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  const int64_t element = ElementBytes(type), head = d * element, key = h_kv * head;
+  return {.map = {.rank = 5,
+                  .type = U32(type),
+                  .swizzle = kSwizzle128B,
+                  .box = {U32(128 / element), U32(tile_n), 1, 1, 1},
+                  .extents = {U64(d), U64(tile_n), U64(s_kv + 1), U64(h_kv), U64(b)},
+                  .strides = {U64(key), U64(key), U64(head), U64(s_kv * key)}},
+          .extents = {I32(s_kv + 1), I32(h_kv), I32(b)},
+          .address = static_cast<char*>(address) - tile_n * key};
+}
+
 // The same keys as rows [d, rows] that TMA gathers, each by its number; those of all batch entries, or of a pool.
 inline TensorArgument GatheredKeys(const RowShape& shape, const SourceShape& source, void* address) {
   const int64_t element = ElementBytes(shape.type);
@@ -205,6 +220,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   if constexpr (requires { x->k.map; }) {
     x->k = tiles.gathers ? GatheredKeys(shape, source, at.k) : Keys(shape, source.s_kv, tiles.tile_n, at.k);
     x->v = Keys(shape, source.s_kv, tiles.tile_n, at.v);
+    x->cut_k = CutKeys(shape, source.s_kv, tiles.tile_n, at.k);
   } else {
     x->k = at.k;
   }

@@ -58,7 +58,9 @@ def rows(*names: str) -> Params:
 
 
 def keys(*names: str, source: int) -> Params:
-    """Maps of arrays like k: [d, s_kv, h_kv, b]."""
+    """Maps of arrays like k: [d, s_kv, h_kv, b]. Of `cut_k` there are tiles: [d, tile_n, s_kv + 1, h_kv, b], of which a
+    box has as many keys as are wanted, and zeros.
+    """
     return tuple(Param(name, kind, source) for name in names for kind in ("map", "extents3"))
 
 
@@ -78,14 +80,15 @@ def gathers(sources: tuple[str, ...]) -> bool:
 def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool) -> Params:
     """A kernel's parameters for each source of keys.
 
-    A gathered source has the address of its keys, another source their map. Where the only source is one span of a
-    latent, it has both, because some keys are loaded without TMA; unless TMA loads all that are not packed.
+    A gathered source has the address of its keys, another source their map, that of a latent in tiles that are cut.
+    Where the only source is one span of a latent, it has both, because some keys are loaded without TMA; unless TMA
+    loads all that are not packed.
     """
     params: Params = ()
     for i, kind in enumerate(sources):
         by_tma = all_by_tma and kind not in PACKED
         if not gathers(sources):
-            params += keys(*("k",) if shared_kv else ("k", "v"), source=i)
+            params += keys(*("k",) if by_tma else ("cut_k",) if shared_kv else ("k", "v"), source=i)
         elif by_tma:
             params += each("map", "k", source=i)
         if not by_tma and (gathers(sources) or (shared_kv and sources == ("span",))):

@@ -182,7 +182,11 @@ void Order() {
   Arrays arrays(0);
   ForwardCall dense = arrays.Call();
   dense.order = 2, dense.target = &kMlaSpanFwdTarget;
-  EXPECT(refusal(dense, 0) == "order: got 2 of mla_span_fwd, wanted a call whose kernels have it");
+  EXPECT(refusal(dense, 0) ==
+         "order: got 2 of mla_span_fwd with 8 heads and 1 KV heads, wanted a multiple of 64, and 1");
+  const std::vector<int64_t> table{2, 3, 64};
+  dense.target = &kMlaSpanFwdTurnedTarget, dense.table = arrays.Of("table", table, ffi::F32);
+  EXPECT(refusal(dense, 0) == "order: got 2 of mla_span_fwd_turned, wanted a call whose kernels have it");
 }
 
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.

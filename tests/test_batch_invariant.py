@@ -17,6 +17,7 @@ from interpreter.kernels import (
     by_columns,
     gradients,
     indexer,
+    kv_insert,
     mla_backward,
     native,
     probabilities,
@@ -32,6 +33,7 @@ from jax_dsv4_fmha import (
     dsv4_decode,
     fmha,
     merge,
+    quantize_cache,
     sparse_fmha,
 )
 from jax_dsv4_fmha._host import attention as attention_calls
@@ -39,7 +41,10 @@ from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.split_kv import columns_pay
 from jax_dsv4_fmha._ops.decode import seen_slots
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
-from kernels.abi import Forward, IndexQuery, NormRope
+from jax_dsv4_fmha.layers import rope as rope_of_rows
+from jax_dsv4_fmha.layers._norm import rms_norm
+from jax_dsv4_fmha.layers.rope import rope_of_normed
+from kernels.abi import Forward, IndexQuery, KvInsert, NormRope
 from kernels.abi import Rope as RopeVariant
 
 from . import same_bits
@@ -95,12 +100,12 @@ def differing(a, b):
 # ---- the order, read off
 
 
-def order_of(key, lengths, swapped=False, **how):
+def order_of(key, lengths, swapped=False, heads=8, **how):
     """What is read off for a query whose sources show it so many keys each, listed from the first one on; and what the
     contract says. `swapped`: the kernel gets the second source first.
     """
     blocks, tiles = blocks_of(lengths)
-    v, q = probing(blocks, sum(lengths), 512), np.zeros((1, 1, native.heads_for(kernel(key).variant, 8), 512), BF16)
+    v, q = probing(blocks, sum(lengths), 512), np.zeros((1, 1, native.heads_for(kernel(key).variant, heads), 512), BF16)
     sources, first = [], 0
     for kind, n in zip(kernel(key).variant.sources, lengths, strict=True):
         k, first = v[None, first : first + n], first + n
@@ -121,6 +126,12 @@ def order_of(key, lengths, swapped=False, **how):
 def test_the_order_is_that_of_the_contract(suffix, h, op, lengths):
     """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/semantics.md about halves."""
     got, wanted = order_of(f"{op}_{suffix}", lengths)
+    assert got == wanted
+
+
+@pytest.mark.parametrize(("op", "lengths"), [("mla_span_fwd", (234,)), ("hca_fwd", (70, 58))], ids=["one", "two"])
+def test_spans_have_the_order_of_the_contract(op, lengths):
+    got, wanted = order_of(f"{op}_{MANY}", lengths, heads=64)
     assert got == wanted
 
 
@@ -222,6 +233,55 @@ def test_a_prompt_a_step_and_a_list_of_all_agree(suffix, h):
     )
     listed = attend(f"mla_sparse_fwd_{suffix}", q, keys(pool[None, 0], lists[0], [[n]]))
     assert differing(alone, listed) == [0, 0]
+
+
+SPANS = {  # of two queries: what each sees of a window, and of entries, if there are any
+    "a window's begin": ((0, 1), (1, 2)),
+    "tiles and a bit": ((3, 131), (4, 133)),
+    "a whole tile": ((7, 71), (0, 64)),
+    "nothing": ((5, 5), (9, 140)),
+    "entries": ((60, 188), (61, 189), (0, 3), (0, 90)),
+    "entries alone": ((0, 0), (50, 50), (0, 70), (2, 67)),
+}
+
+
+def spans_and_lists(name, h, extents=None):
+    """o and lse of one launch over spans, and of one that gathers the same keys; they grow, so that maxima rise in the
+    last tiles. What no query sees is NaN.
+    """
+    near, far = SPANS[name][:2], SPANS[name][2:]
+    q, kv = normal(0, 1, 2, h, 512, std=4), []
+    for seed, seen in ((1, near), (2, far or ((0, 0), (0, 0)))):
+        k = normal(seed, 1, 200, 512) * np.geomspace(0.2, 1.5, 200).astype(BF16)[:, None]
+        k[0, [all(not lo <= j < hi for lo, hi in seen) for j in range(200)]] = np.nan
+        kv.append(k)
+    spans = [keys(k, *np.transpose(seen)[:, None]) for k, seen in zip(kv, (near, far), strict=True) if seen]
+    first, length = np.transpose([(lo, hi - lo) for lo, hi in far or ((0, 0), (0, 0))])
+    listed = keys(kv[1], (first[:, None] + np.arange(200))[None], length[None])
+    return (
+        attend(f"{'hca' if far else 'mla_span'}_fwd_{MANY}", q, *spans, **(extents or {})),
+        attend(f"csa_fwd_{MANY}", q, spans[0], listed),
+    )
+
+
+@pytest.mark.parametrize("name", [*SPANS])
+def test_spans_are_like_lists(name):
+    """Where a tile of rows has heads of one query."""
+    assert differing(*spans_and_lists(name, 64)) == [0, 0]
+
+
+@pytest.mark.slow
+def test_spans_are_like_lists_for_two_tiles_of_rows():
+    assert differing(*spans_and_lists("tiles and a bit", 128)) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["tiles and a bit", "entries"])
+def test_a_moved_boundary_of_tiles_is_found(name):
+    """The planted fault is the host's: a tile of rows has heads of two queries, so the second one's tiles of keys begin
+    earlier than it does.
+    """
+    o, lse = (np.abs(a.astype(np.float32) - b) for a, b in zip(*spans_and_lists(name, 32 + 64), strict=True))
+    assert 0 < np.max(o) < 0.02 and np.max(lse) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -342,6 +402,53 @@ def test_rows_that_are_normed_and_turned_have_the_same_bits():
         assert differing([np.ascontiguousarray(whole[1:, 2:4])], [got]) == [0]
 
 
+INSERTED = {
+    "rows": ({"pooled": False}, {"lengths": (9, 3, 1, 30), "s": 2}),
+    "blocks": ({"pooled": True, "running": False}, {"lengths": (8, 6, 5, 4), "s": 2, "ratio": 4, "blocks": 2}),
+    "long blocks": ({"running": True}, {"lengths": (128, 1, 37, 65), "s": 2, "ratio": 32, "steps": 4}),
+}
+
+
+@pytest.mark.parametrize(("choices", "sizes"), INSERTED.values(), ids=INSERTED)
+@pytest.mark.parametrize("packing", ["", "v4_fp8"])
+def test_inserted_entries_have_the_same_bits(choices, sizes, packing):
+    """Pooled, normed, turned and packed: of a sequence among four, and alone. Its ring and sums, too."""
+    wanted = {"d": 512, "dtype": "bfloat16", "packing": packing, **choices}
+    found = [v for v in native.built(KvInsert) if v.arch == "sm_90a" and wanted.items() <= v.choices.items()]
+    if not found:
+        pytest.skip("not built")
+    x, i = kv_insert.Problem.of(found[0], **sizes), slice(0, 1) if "ratio" in sizes else slice(3, 4)
+    names = ("bounds", "joined", "state", "sums", "folded", "history", "angle", "block_table")
+    alone = kv_insert.run(replace(x, pages=1, **{name: getattr(x, name)[i] for name in names}))
+    assert np.any(alone[0] != kv_insert.UNWRITTEN)
+    assert differing((y[i] for y in kv_insert.run(x)), alone) == [0] * 4
+
+
+def of_positions(f):
+    return lambda x: f(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None] + 7, Rope(64))
+
+
+def packed(layout):
+    return lambda x: dequantize_cache(quantize_cache(x.reshape(-1, 8, 512), layout), layout).reshape(x.shape)
+
+
+OF_ROWS = {
+    "norm": lambda x: rms_norm(x, jnp.linspace(0.5, 1.5, 512), 1e-6),
+    "RoPE": of_positions(rope_of_rows),
+    "norm and RoPE": of_positions(functools.partial(rope_of_normed, eps=1e-6)),
+    **{layout: packed(layout) for layout in ("v4_fp8", "v4_fp4", "v41_fp8", "v41_fp4")},
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_what_layers_do_with_rows_has_the_same_bits(name):
+    """As XLA computes it here: of all rows of a call, and of the first ones of one sequence."""
+    f, x = jax.jit(OF_ROWS[name]), normal(0, 3, 40, 8, 512, std=2)
+    x = x if name.startswith("v4") else x.astype(np.float32)  # which hides no bit
+    whole, some = (np.asarray(f(jnp.asarray(y))) for y in (x, x[1:2, :3]))
+    assert differing([np.ascontiguousarray(whole[1:2, :3])], [some]) == [0]
+
+
 def test_merged_rows_have_the_same_bits():
     """As XLA computes them here."""
     parts = [(normal(i, 3, 5, 8, 64), normal(i + 9, 3, 5, 8).astype(np.float32)) for i in range(3)]
@@ -374,15 +481,23 @@ def decode(q, kv, far, listed, **how):
 
 
 CALLS = {
-    "fmha": ("csa_fwd", lambda q, kv, far, listed, **how: fmha(q, kv[:, :, None], span=Span.causal(6), **how)),
+    "fmha": ("mla_span_fwd", lambda q, kv, far, listed, **how: fmha(q, kv[:, :, None], span=Span.causal(6), **how)),
     "sparse": ("mla_sparse_fwd", lambda q, kv, far, listed, **how: sparse_fmha(q, far, listed, **how)),
     "pool": ("mla_sparse_fwd", lambda q, kv, far, listed, **how: sparse_fmha(q, far[0], listed, **how)),
-    "window": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, window=4, **how)),
+    "window": ("mla_span_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, window=4, **how)),
+    "65 heads": (
+        "csa_fwd",
+        lambda q, kv, *_, **how: dsv4_attention(jnp.pad(q, ((0, 0), (0, 0), (0, 1), (0, 0))), kv, window=4, **how),
+    ),
     "list": (
         "csa_fwd",
         lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, indices=listed, window=4, ratio=4, **how),
     ),
-    "all": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, window=4, ratio=4, **how)),
+    "all": ("hca_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, window=4, ratio=4, **how)),
+    "all, 32 heads": (
+        "csa_fwd",
+        lambda q, kv, far, listed, **how: dsv4_attention(q[:, :, :32], kv, far, window=4, ratio=4, **how),
+    ),
     "step": ("dsv4_decode", decode),
     "causal": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(*[q[..., :64]] * 3, span=Span.causal(6), **how)),
     "all keys": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(q[..., :64], q[:, :, :2, :64], **how)),
@@ -421,15 +536,16 @@ def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_few_queries_share_out_keys_and_then_columns(hopper, monkeypatch, name):
-    """Of d 512 with more than 32 heads."""
+    """Of d 512 with more than 32 heads; spans are gathered then."""
     jax.clear_caches()  # of what was traced with other choices
     monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: True)
     op, f = CALLS[name]
+    op = {"mla_span_fwd": "csa_fwd", "hca_fwd": "csa_fwd"}.get(op, op)
     call = custom_call(f, batch_invariant=True)
-    assert (f"@dsv4_fmha_{op}_by_columns(" in call) == (op != "mha_fwd")
+    assert (f"@dsv4_fmha_{op}_by_columns(" in call) == (op != "mha_fwd" and "32 heads" not in name)
     assert f"order = {attention_calls.ORDER} : i64" in call
     few = custom_call(lambda q, *x, **how: f(q[:, :, :32], *x, **how), batch_invariant=True)
-    assert "_by_columns(" not in few
+    assert ("_by_columns(" in few) == (name == "65 heads")  # of which 33 are left
 
 
 def test_columns_pay_for_few_queries_alone():

@@ -5,6 +5,7 @@ import pytest
 
 from interpreter import hardware
 from interpreter.kernels import native
+from jax_dsv4_fmha._host import library
 from kernels.abi import Combine
 from kernels.variants import VARIANTS
 
@@ -17,19 +18,19 @@ def test_every_run_has_an_answer():
 
 def test_nothing_else_has_an_answer():
     with np.load(hardware.RECORDED) as data:
-        assert {name.rpartition(".")[0] for name in data} == {"", *hardware.RUNS}
+        assert {name.rpartition(".")[0] for name in data} == {*hardware.RUNS}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", hardware.RUNS)
 def test_answers_as_it_did(name, cuda):
-    """A kernel whose sums have another order now is recorded anew."""
+    """A kernel whose sums have another order now is recorded anew. An H100 gives the bits of an H200."""
     run = hardware.RUNS[name]
     if run.variant not in native.built(type(run.variant)):
         pytest.skip(f"{name} is not built")
     x = run.operands()
     record = hardware.recorded(run, x)
-    if cuda.device_kind != record.device:
+    if hardware.ARCH not in library.local_architectures():
         pytest.skip(f"recorded on {record.device}, this is {cuda.device_kind}")
     got = run.on_gpu(x)
     assert hardware.digest_of(run, got) == record.digest

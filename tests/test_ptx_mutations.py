@@ -266,6 +266,12 @@ def short_tensor(tensor: TensorMap) -> TensorMap:
     return dataclasses.replace(tensor, extents=extents)
 
 
+def longer_tile(tensor: TensorMap) -> TensorMap:
+    """A tile of keys that overlap others goes on after its end."""
+    d, keys, *others = tensor.extents
+    return dataclasses.replace(tensor, extents=(d, keys + 1, *others))
+
+
 FAULTS = [
     # wrong answers
     PlantedFault(
@@ -323,6 +329,13 @@ FAULTS = [
         r"lse is wrong",
         parameters={"k0.map": unswizzled},
         answers=wrong_answers.with_k(wrong_answers.swizzled_once),
+    ),
+    PlantedFault(
+        "a key after a tile's last, where there are to be zeros",
+        LATENT,
+        OutOfBounds,
+        r"a tensor map reads past the end of k0",
+        parameters={"cut_k0.map": longer_tile},
     ),
     PlantedFault(
         "wrong swizzle in an SMEM descriptor",
@@ -672,7 +685,7 @@ FAULTS = [
         "O's slab overwritten while TMA reads it",
         LATENT,
         Race,
-        late(r"stmatrix", "o", r"tma"),
+        late(r"stmatrix", "[op]", r"tma"),  # slabs go through both by turns
         without(r"cp\.async\.bulk\.wait_group\.read\s+1"),
     ),
     PlantedFault(

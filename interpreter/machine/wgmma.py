@@ -313,7 +313,8 @@ def product(i: Instruction, d: Decoder) -> Step:
             for factor in signs:
                 if factor == -1:
                     left = -left
-            values = left @ right
+            # BLAS adds float32 in an order that depends on where a row stands; in float64 nothing is rounded that shows
+            values = (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
             accumulator_ = group.accumulators.get(p.d)
             if accumulator_ is None and p.accumulates:
                 parts = [p.initial[r] for r in range(4)]

@@ -259,6 +259,8 @@ def _support_in_order(op: str, q: jax.Array, sources: Sequence[Source]) -> Suppo
     """The kernel for all of these sources in the canonical order; an error where there is none."""
     kinds, got, (first, *others) = _kinds(sources), support_of(q, sources).got, sources
     kernel = IN_ORDER.get(kinds)
+    if set(kinds) == {"span"} and attention.spans_have_order(q):
+        kernel = FORWARD[kinds]
     if isinstance(first, SpanSource) and not others:
         dense = IN_ORDER["separate_kv",]  # also serves where K and V are one, as in `support_of`
         kernel = kernel if _shipped(kernel, q) else dense
@@ -404,17 +406,24 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
 
 
 def _span_in_order(q: Any, kv: Any, start: Any, stop: Any, sink: Any, **params: Any) -> Arrays:
-    """A window beside a selection of which queries see nothing; where no kernel takes one, the keys twice."""
+    """Without the kernel of spans beside a selection of which queries see nothing; where no kernel takes one, the keys
+    twice.
+    """
     if not library.shipped_for("csa_fwd", d=q.shape[-1], dtype=q.dtype.name):
         return attention.mha_fwd(q, kv, kv, start, stop, sink, **params)
+    if attention.spans_pay(q, kv.shape[1], 1):
+        return attention.mla_span_fwd(q, kv, start, stop, sink, **params)
     keys, nothing = kv[:, :, 0], jnp.zeros_like(start)
     return attention.csa_fwd(q, keys, start, stop, keys, nothing[..., None], nothing, sink, **params)
 
 
-def _run_and_list(window: SpanSource, far: SpanSource) -> Sequence[Any]:
-    """The second span as a list of its keys, from the first that a query sees."""
-    indices = far.start[..., None] + jnp.arange(far.keys.shape[1], dtype=jnp.int32)[None, None]
-    return *jax.tree.leaves(window), far.keys, indices, far.stop - far.start
+def _spans_in_order(q: Any, *operands: Any, **params: Any) -> Arrays:
+    """Without the kernel of two spans, the second is a list of its keys, from the first that a query sees."""
+    near, start, stop, far, start2, stop2, sink = operands
+    if attention.spans_pay(q, near.shape[1], far.shape[1]):
+        return attention.hca_fwd(q, *operands, **params)
+    indices = start2[..., None] + jnp.arange(far.shape[1], dtype=jnp.int32)[None, None]
+    return attention.csa_fwd(q, near, start, stop, far, indices, stop2 - start2, sink, **params)
 
 
 def _in_order(kernel: Kernel) -> Kernel:
@@ -424,13 +433,14 @@ def _in_order(kernel: Kernel) -> Kernel:
 IN_ORDER: dict[tuple[str, ...], Kernel] = {
     **{kinds: _in_order(kernel) for kinds, kernel in FORWARD.items()},
     ("span",): _in_order(Kernel("csa_fwd", _span_in_order)),
-    ("span", "span"): _in_order(Kernel("csa_fwd", attention.csa_fwd, _run_and_list)),
+    ("span", "span"): _in_order(Kernel("csa_fwd", _spans_in_order)),
 }
 """The kernels that sum in the canonical order. Tiles of keys are counted from the first key that a query sees: a tile
 of rows has one query's heads, or for separate K and V all queries begin with the first key."""
 
 IN_ORDER_ON = ("sm_90a",)
 """architectures; ffi/forward.h refuses others"""
+
 TURNED: dict[tuple[str, ...], Kernel] = {
     ("span",): Kernel("mla_span_fwd_turned", attention.mla_span_fwd_turned),
     ("span", "selection"): Kernel("csa_fwd_turned", attention.csa_fwd_turned, _span_and_pool),

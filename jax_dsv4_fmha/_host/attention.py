@@ -62,10 +62,16 @@ def mla_span_fwd(
     *table: jax.Array,
     scale: float,
     op: str = "mla_span_fwd",
+    order: int = 0,
     **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V."""
-    return _call(op, _splits_of_span(op, q, kv), scale, q, kv, start, stop, sink, *table, **_norm(eps))
+    """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V.
+
+    Args:
+      order: as in `mha_fwd`; any interval has the order, with one KV head and a multiple of `TILE` heads.
+    """
+    splits = 1 if order else _splits_of_span(op, q, kv)
+    return _call(op, splits, scale, q, kv, start, stop, sink, *table, order=order, **_norm(eps))
 
 
 def mla_sparse_fwd(
@@ -124,12 +130,16 @@ def hca_fwd(
     *table: jax.Array,
     scale: float,
     op: str = "hca_fwd",
+    order: int = 0,
     **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over two intervals, as in `mha_fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
+    """Attention over two intervals, as in `mla_span_fwd`: one of `window_kv [b, s_w, d]` and one of
+    `kv [b, s_c, d]`.
+    """
     b, s_q, h_q, _ = q.shape
-    splits = _splits(op, q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
-    return _call(op, splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink, *table, **_norm(eps))
+    splits = 1 if order else _splits(op, q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
+    operands = (window_kv, start, stop, kv, start2, stop2, sink, *table)
+    return _call(op, splits, scale, q, *operands, order=order, **_norm(eps))
 
 
 mla_span_fwd_turned, csa_fwd_turned, hca_fwd_turned = (
@@ -181,6 +191,18 @@ def dsv4_decode(
     selections = (window_pool, window_indices, window_length, pool, indices, length)
     o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, order=order, packing=packing)
     return o.reshape(shape), lse.reshape(shape[:-1])
+
+
+def spans_have_order(q: jax.Array) -> bool:
+    """Whether the kernels of spans take q in the canonical order: a tile of rows has heads of one query."""
+    return q.shape[2] % TILE == 0
+
+
+def spans_pay(q: jax.Array, *keys: Any) -> bool:
+    """Whether they are to take it, with so many keys of each source: where `csa_fwd` would not share out keys and
+    columns.
+    """
+    return spans_have_order(q) and not _by_columns("csa_fwd", q, keys)
 
 
 def _by_columns(op: str, q: jax.Array, keys: tuple[Any, ...], packing: str = "") -> int:

@@ -44,8 +44,8 @@ class ForwardKernel(Kernel):
     scaling  scale_log2, or what `scaling` says
     n        Extents
 
-    Its config also has `columns_q` and `columns_k`, how many of d a TMA loads at a time; `gathers`, `shared_kv` and
-    `cluster`.
+    Its config also has `columns_q` and, for K and V apart, `columns_k`, how many of d a TMA loads at a time; `gathers`,
+    `shared_kv` and `cluster`.
     """
 
     kinds: ClassVar[dict[str, Any]] = GATHERED  # operands of gathered sources, by kind
@@ -112,10 +112,8 @@ class ForwardKernel(Kernel):
         if c.gathers:
             return (gathered(self.kinds, kind, x.k, *x[2:]),)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        arrays = (x.k,) if c.shared_kv else (x.k, x.v)
-        tma = (y for array in arrays for y in tma_atom(load, shapes.keys(array, x.s_kv), c.tile_n, c.columns_k))
-        here = (x.k,) if c.shared_kv and c.sources == ("span",) else ()  # some may be loaded without TMA
-        return (*tma, *here, SpanOperands(x.first, x.second, x.s_kv))
+        tma = (y for array in (x.k, x.v) for y in tma_atom(load, shapes.keys(array, x.s_kv), c.tile_n, c.columns_k))
+        return (*tma, SpanOperands(x.first, x.second, x.s_kv))
 
     def examples(self, variant: Forward) -> tuple:
         """A second source that the variant lacks is like the first."""

@@ -23,9 +23,7 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Key tile t begins `begin(t)` keys after lo; every other tile has tile_n + `extra_keys`. The last of several tiles
-    may be `flush` instead: it ends with the last key, so that no unseen key is loaded with it, and keys that the
-    previous tile has too are masked.
+    Key tile t begins `begin(t)` keys after lo; every other tile has tile_n + `extra_keys`.
     """
 
     operands: SpanOperands
@@ -36,7 +34,6 @@ class Span:
     lo_all: Int32
     hi_all: Int32
     extra_keys: int = 0
-    flush: bool = False
 
     @property
     def tiles(self) -> Int32:
@@ -52,12 +49,7 @@ class Span:
 
     def first_key(self, t: Int32 | int) -> Int32:
         """The first key of tile t."""
-        key = self.lo + self.begin(t)
-        return cutlass.max(self.lo, cutlass.min(key, self.hi - self.tile_n)) if self.flush else key
-
-    def from_tile(self, t: Int32 | int, key: Int32) -> Int32:
-        """`key`, or if the tile before has it, the first key after that tile."""
-        return cutlass.max(key, self.lo + self.begin(t)) if self.flush else key
+        return self.lo + self.begin(t)
 
     def unseen_from(self, t: Int32) -> Int32:
         """The first row of key tile t that no query sees; at least tile_n if there is none."""
@@ -106,10 +98,10 @@ class RowSpans:
         """-inf for every key of tile t that its row does not see."""
         s, span = by_row(scores), self.span
         key0, keys = span.first_key(t), 4 * cute.size(s, mode=[1])
-        if key0 < span.from_tile(t, span.lo_all) or key0 + keys > span.hi_all:
+        if key0 < span.lo_all or key0 + keys > span.hi_all:
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
-                mask_row(s, r, span.from_tile(t, self.start[r]) - column0, self.stop[r] - column0)
+                mask_row(s, r, self.start[r] - column0, self.stop[r] - column0)
 
 
 @cute.jit
@@ -165,7 +157,6 @@ def open_span(
     tile_n: cutlass.Constexpr,
     bounds: tuple,
     extra_keys: cutlass.Constexpr = 0,
-    flush: cutlass.Constexpr = False,
 ) -> Span:
     """A warp opens the span, after `prefetch_span`."""
     lo, hi = Int32(2**31 - 1), Int32(0)
@@ -181,10 +172,8 @@ def open_span(
     hi = cute.arch.warp_redux_sync(hi, "max")
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
-    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, extra_keys, flush)
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, extra_keys)
 
 
-def read_span(
-    operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, extra_keys: int = 0, flush: bool = False
-) -> Span:
-    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), extra_keys, flush)
+def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, extra_keys: int = 0) -> Span:
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), extra_keys)

@@ -109,10 +109,6 @@ class Config:
         return self.d
 
     @property
-    def columns_k(self) -> int:
-        return self.half
-
-    @property
     def launch_options(self) -> dict[str, int]:
         return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
 

@@ -30,13 +30,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import ANY, Forward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
-from kernels.lib.forward import ForwardKernel
-from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.forward import ForwardKernel, Source
+from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.output import store_part
 from kernels.lib.packed import packed_operands
 from kernels.lib.pipeline import wait_for
@@ -54,14 +54,14 @@ from kernels.lib.wgmma import (
     round_to,
     store_rows,
     tiled_mma,
+    tma_atom,
     tma_tiles,
-    zero_rows,
 )
 from kernels.packings import PACKED
 
 from .config import Config
-from .consumer import BOTH_MET, WARPGROUP_MET, Consumer, Rows, hand_over, take_over
-from .key_tiles import KeyTiles, Work
+from .consumer import BOTH_MET, Consumer, Rows, hand_over, take_over
+from .key_tiles import KeyTiles, Work, cut_keys
 from .packed_tiles import load_packed
 from .paired_tiles import load_paired
 from .smem import EVEN, LEFT, ODD, RIGHT, Barriers, Shared
@@ -80,6 +80,14 @@ class MlaFwdSm90(ForwardKernel):
 
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Float32 | Turn:
         return Turn(scale_log2, table, eps) if self.config.turns else scale_log2
+
+    def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
+        c = self.config
+        if c.gathers:
+            return super().source(kind, shapes, x)
+        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cut_keys(shapes, x, c.tile_n), c.tile_n, c.half)
+        here = (x.k,) if c.sources == ("span",) else ()  # some may be loaded without TMA
+        return (*tma, *here, SpanOperands(x.first, x.second, x.s_kv))
 
     @cute.kernel
     def kernel(
@@ -185,7 +193,7 @@ class MlaFwdSm90(ForwardKernel):
         c = self.config
         if isinstance(operands, SpanOperands):
             bounds = prefetch_span(operands, tile, c.tile_m)
-            return open_span(operands, tile, c.tile_n, bounds, c.extra_keys, flush=not c.extra_keys)
+            return open_span(operands, tile, c.tile_n, bounds, c.extra_keys)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers
@@ -228,7 +236,7 @@ class MlaFwdSm90(ForwardKernel):
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return read_span(operands, tile, c.tile_n, slot, c.extra_keys, flush=not c.extra_keys)
+            return read_span(operands, tile, c.tile_n, slot, c.extra_keys)
         return read_selection(operands, tile, c.tile_n, c.d, slot)
 
     @cute.jit
@@ -370,21 +378,9 @@ class MlaFwdSm90(ForwardKernel):
         half: cutlass.Constexpr,
         fresh: cutlass.Constexpr,
     ):
-        """Issues Q K' of this side's tile over one half of d. It first clears keys of the tile that no row sees."""
+        """Issues Q K' of this side's tile over one half of d."""
         c = self.config
-        fill = work.fill(side, pair)
-        w.bar.k(side, half).at(fill).wait_full()
-        if cutlass.const_expr(fresh and not c.gathers):
-            other_half = w.bar.k(side, 1 - half).full
-
-            @cute.jit
-            def clear(source: Any, t: Int32):
-                if source.needs_clearing(t):
-                    wait_for(other_half, fill)
-                    zero_rows(w.smem.k[side], source.unseen_from(t), w.thread, WARPGROUP)
-                    cute.arch.barrier(barrier_id=WARPGROUP_MET + side, number_of_threads=WARPGROUP)
-
-            on_source(work.sources, 2 * pair + side, clear)
+        w.bar.k(side, half).at(work.fill(side, pair)).wait_full()
         if cutlass.const_expr(c.gathers or (c.extra_keys > 0 and side == RIGHT)):
             cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
         blocks = c.half // 16

@@ -9,9 +9,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
-from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.forward import Source
+from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.ptx import copy_or_zero
 from kernels.lib.rows import RowTile
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, with_keys
@@ -47,6 +48,28 @@ class Work:
         return self.fills[EVEN] + self.evens, self.fills[ODD] + self.odds
 
 
+def cut_keys(shapes: Shapes, x: Source, tile_n: int) -> cute.Tensor:
+    """A span's array as tiles of keys, which overlap: (tile_n, d, s_kv + 1, h_kv, b). Row i of tile t is key
+    t + i - tile_n.
+    """
+    key = Int64(shapes.n.h_kv) * shapes.d
+    first = x.k.toint() - tile_n * key * (x.k.value_type.width // 8)
+    return cute.make_tensor(
+        cute.make_ptr(x.k.value_type, first, x.k.memspace, assumed_align=16),
+        cute.make_layout(
+            (tile_n, shapes.d, x.s_kv + 1, shapes.n.h_kv, shapes.b), stride=(key, 1, key, shapes.d, key * x.s_kv)
+        ),
+    )
+
+
+def first_keys(tile: RowTile, gmem: cute.Tensor, key: Int32, count: Int32, tile_n: int, columns: int) -> cute.Tensor:
+    """(tile_n, columns, 1, column tile) of what `cut_keys` makes: so many keys from `key` on. They end a tile, so what
+    would follow is out of bounds, and TMA puts zeros there.
+    """
+    place = (tile_n - count, 0, key + count, tile.kv_head, tile.batch)
+    return cute.local_tile(cute.domain_offset(place, gmem)[None, None, 0, 0, 0], (tile_n, columns), (None, None))
+
+
 @dataclass(frozen=True)
 class KeyTiles:
     """The key tiles of a kernel, as its producer sees them."""
@@ -67,7 +90,8 @@ class KeyTiles:
                     first = Int32(0)
                     for source, (atom, keys, *_) in zip(work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
-                            gK = tile.keys(keys, source.first_key(t - first), c.tile_n, c.half)
+                            key, count = source.first_key(t - first), source.unseen_from(t - first)
+                            gK = first_keys(tile, keys, key, cutlass.min(count, c.tile_n), c.tile_n, c.half)
                             self.load_span(atom, gK, sK[which], half, state.full, work.again)
                         first = first + source.tiles
 
@@ -117,7 +141,7 @@ class KeyTiles:
         full: cute.Pointer,
         again: cutlass.Boolean,
     ):
-        """Loads tile_n keys from gmem's first one on. `again`: SMEM has them already."""
+        """Loads the tile_n keys of gmem. `again`: SMEM has them already."""
         c = self.config
         gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.half), (0, None)))
         if not_(again):
