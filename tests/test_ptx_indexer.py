@@ -208,6 +208,11 @@ def queries_in_their_order(text):
     return edits.replace(text, r"st\.shared\.v4\.b32 \[%r\d+\], \{[^;]*;", "")
 
 
+def half_in_their_order(text):
+    """The first half of the heads does, where a CTA reorders them in turns."""
+    return edits.replace(text, r"st\.shared\.v4\.b32 \[%r\d+\], \{[^;]*;", "", slice(4))
+
+
 FP4_FAULTS = [
     PlantedFault("scale of another group", OF_4_BITS, Wrong, "scores are wrong", scale_of_another_group),
     PlantedFault("queries in their order", OF_4_BITS, Wrong, "scores are wrong", queries_in_their_order),
@@ -451,7 +456,8 @@ def test_a_buckets_count_lost():
 
 
 WITHIN = tuple(f"indexer_scores_within_sm_90a_{x}" for x in (
-    "heads32_bfloat16", "heads64_float8_e4m3fn", "heads32_float8_e4m3fn_paged", "heads64_bfloat16_paged"
+    "heads32_bfloat16", "heads64_float8_e4m3fn", "heads32_float8_e4m3fn_paged", "heads64_bfloat16_paged",
+    "heads32_bfloat16_paged_index_fp4", "heads64_bfloat16_paged_index_fp4"
 ))  # fmt: skip
 
 
@@ -553,6 +559,10 @@ WITHIN_FAULTS = [
         "keys of another block", WITHIN[2], Wrong, "batch entry 0 at place 32, entry", keys_of_the_block_before
     ),
     PlantedFault("pages of another", WITHIN[2], Wrong, "batch entry 0 at place 0, entry", page_of_another),
+    PlantedFault("keys of 4 bits read early", WITHIN[4], Undefined, r"ld\.shared", never_waits_for_keys),
+    PlantedFault("scale of another group", WITHIN[4], Wrong, "scores are wrong", scale_of_another_group),
+    PlantedFault("queries in their order", WITHIN[5], Wrong, "scores are wrong", queries_in_their_order),
+    PlantedFault("half of the queries in their order", WITHIN[5], Wrong, "scores are wrong", half_in_their_order),
 ]
 
 
