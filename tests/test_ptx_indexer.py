@@ -452,6 +452,25 @@ def test_a_buckets_count_lost():
     PlantedFault("a bucket's count lost", TOPK.key, OutOfBounds, "indices", lost_count).check(run_row_with)
 
 
+def never_counts_a_row(text):
+    """A histogram over a row in memory stays empty."""
+    pattern = r"(ld\.global\.b32[^\n]*\n(?:(?!ld\.global|red\.shared)[^\n]*\n){1,20}?)[^\n]*red\.shared\.add\.u32[^;]*;"
+    return edits.replace(text, pattern, lambda m: m[1])
+
+
+def test_a_guess_among_scores_of_like_size():
+    """Thousands of scores between two powers of two beside a few that are far away: what is chosen is found among those
+    that the guess collects, as if there were no histogram over the row, which equal scores need."""
+    rng = np.random.default_rng(2)
+    scores = (1 + 0.2 * rng.random((1, 8192))).astype(np.float32)
+    scores[0, ::1000] = -(2.0 ** rng.integers(-90, 90, 9))
+    start, stop = np.zeros((1, 1), np.int32), np.full((1, 1), 8192, np.int32)
+    judge_choice(choose(scores, start, stop, 2047, edit=never_counts_a_row), start, stop)
+    with pytest.raises((Wrong, OutOfBounds, AssertionError)):
+        scores[:] = 1
+        judge_choice(choose(scores, start, stop, 2047, edit=never_counts_a_row), start, stop)
+
+
 # ---- scores of the keys in listed blocks
 
 
