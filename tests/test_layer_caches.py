@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_dsv4_fmha import EXPORT_CHECKS
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import Shared, from_config
 from tests.helpers import assert_in_place
 from tests.test_layers import MODELS, alone, hidden, model, random_params, shapes, stack
@@ -226,6 +228,25 @@ def test_index_keys_in_a_layout_of_their_own(name, keys):
         np.testing.assert_allclose(y[:, 0], at_once[:, n - 1], rtol=2e-5, atol=2e-4)
     same = jnp.all(jnp.isclose(at_once, whole, rtol=2e-5, atol=2e-4), -1)
     assert jnp.mean(same) == 1 if (name, keys) == ("v4.1", "float4_e2m1fn") else 0.5 < jnp.mean(same) < 1
+
+
+def test_who_reads_index_keys_in_4_bits(monkeypatch):
+    """A step's kernel reads pages; a chunk's has keys that were unpacked for all its queries."""
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    if not library.variants_for("indexer_scores", paged=True):
+        pytest.skip("not built")
+    layer = from_config(MODELS["v4.1"] | WIDE | {"index_n_heads": 32})[1]
+    cache = jax.eval_shape(lambda: layer.cache(2, 4096, jnp.float4_e2m1fn))
+
+    def calls(f, s):
+        x = jax.ShapeDtypeStruct((2, s, layer.hidden), jnp.bfloat16)
+        exported = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
+        text = exported(shapes(layer), x, cache).mlir_module()
+        names = ("lightning_indexer", "paged_lightning_indexer")
+        return [text.count(f"custom_call @dsv4_fmha_{name}(") for name in names]
+
+    assert calls(lambda p, x, c: layer(p, x, c, start=8)[:2], 32) == [1, 0]
+    assert calls(lambda p, x, c: layer.step(p, x, c, lengths=40)[:2], 1) == [0, 1]
 
 
 def test_formats_of_index_keys():

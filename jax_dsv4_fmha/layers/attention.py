@@ -272,7 +272,7 @@ class DSV4Attention:
         if self.indexer is not None:
             weights = product(x, params["indexer"]["weights_proj"])
             past = {"ratio": self.ratio, "q_offset": first}
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices)
+            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, unpacks=True)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -526,9 +526,10 @@ class DSV4Attention:
         shared: Shared,
         past: Mapping[str, Any],
         given: jax.Array | None = None,
+        unpacks: bool = False,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights; given: these
-        entries, chosen elsewhere.
+        entries, chosen elsewhere; unpacks: keys in 4 bits, once for all queries, of which there are many.
         """
         assert self.indexer is not None
         keys, weights = shared.keys, self.indexer.scaled(weights)
@@ -538,6 +539,8 @@ class DSV4Attention:
             weights = weights * scales
         else:
             q = self.indexer.rounded(self.indexer.turned(*made_of))
+            if unpacks and isinstance(keys, Cache) and keys.is_packed:
+                keys = keys.take().astype(q.dtype)
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
         blocks = shared.blocks if self.indexer.within_candidates else None
