@@ -38,8 +38,10 @@ struct IndexerWithin {
   }
 
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
-    const IndexerScoresWithinChoices choices{
-        .heads = shape->of_keys.heads, .dtype = call.q.dtype, .paged = shape->of_keys.paged()};
+    const IndexerScoresWithinChoices choices{.heads = shape->of_keys.heads,
+                                             .dtype = call.q.dtype,
+                                             .paged = shape->of_keys.paged(),
+                                             .packing = PackingOfKeys(shape->of_keys)};
     if (ffi::Error error = LookUp("indexer_scores_within", device, choices, &(*kernels)[0]); error.failure()) {
       return error;
     }

@@ -476,6 +476,7 @@ class IndexerScoresWithin(Variant):
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
     paged: bool = False  # keys are in pages, which a table names, followed by their scales
+    packing: str = ""  # as of `IndexerScores`
 
     family = "indexer_scores_within"
 

@@ -62,7 +62,7 @@ def plain(arch: str) -> tuple[Variant, ...]:
         ),
         *(
             KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 128, dtype, packing, pooled=True, hadamard=True)
-            for dtype, packings in (("bfloat16", ("", "index_fp8")), ("float16", ("",)))
+            for dtype, packings in (("bfloat16", ("", "index_fp8", INDEX_FP4)), ("float16", ("",)))
             for packing in packings
         ),
         SeenSlots("seen_slots", arch, f"{PLAIN}.seen_slots.kernel"),
@@ -184,11 +184,13 @@ VARIANTS: tuple[Variant, ...] = (
     # DeepSeek-V4.1's second level
     *(
         IndexerScoresWithin(
-            "indexer_scores_within", "sm_90a", f"{HOPPER}.indexer.scores_within.kernel", heads, dtype, paged
+            "indexer_scores_within", "sm_90a", f"{HOPPER}.indexer.scores_within.kernel", heads, dtype, paged, packing
         )
-        for paged in (False, True)
+        for paged, dtype, packing in (
+            *((paged, dtype, "") for paged in (False, True) for dtype in ("bfloat16", "float8_e4m3fn")),
+            (True, "bfloat16", INDEX_FP4),
+        )
         for heads in (32, 64)
-        for dtype in ("bfloat16", "float8_e4m3fn")
     ),
     *(
         Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)

@@ -134,11 +134,12 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
         kind = TYPES[variant.dtype] if isinstance(variant, IndexerScores) else 9
         extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1, "keys_of_score": 1}
-        extents |= {"of_4_bits": int(isinstance(variant, IndexerScores) and variant.packing != "")}
+        extents |= {"of_4_bits": int(not isinstance(variant, TopK) and variant.packing != "")}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
     elif isinstance(variant, IndexerScoresWithin):
         extents = INDEX_SHAPE | {"pages": 9, "page": 56, "width": 3 * variant.paged, "type": TYPES[variant.dtype]}
-        extents |= {"of_4_bits": 0, "queries": 1, "stride": 160, "wants_values": 1, "keys_of_score": 1}
+        extents |= {"of_4_bits": int(variant.packing != ""), "queries": 1, "stride": 160, "wants_values": 1}
+        extents |= {"keys_of_score": 1}
         launch, _ = plan_indexer_within(extents, 20, False)
     elif isinstance(variant, IndexerScoresAt):
         launch = plan_indexer_scores_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")

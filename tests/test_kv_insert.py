@@ -64,7 +64,8 @@ def of(rows, column=4):
 @pytest.mark.parametrize(
     ("d", "layout", "dtype"),
     [(512, None, "bfloat16"), (512, None, "float16"), (512, "v4_fp8", "bfloat16"), (512, "v41_fp8", "bfloat16"),
-     (128, None, "bfloat16"), (128, None, "float16"), (128, "index_fp8", "bfloat16")],
+     (128, None, "bfloat16"), (128, None, "float16"), (128, "index_fp8", "bfloat16"),
+     (128, "index_fp4", "bfloat16")],
 )  # fmt: skip
 def test_kernel(d, layout, dtype, size, paged, ragged):
     ratio, blocks, has_ape = SIZES[size]
@@ -92,7 +93,8 @@ def test_kernel(d, layout, dtype, size, paged, ragged):
     np.testing.assert_array_equal(new[~touched], old[~touched])
     new, right = new[touched], right[touched]
     off = np.abs(new - right).max(-1) / np.abs(right).max(-1)
-    assert off.max() <= (0.07 if layout else 2 ** (-7 if dtype == "bfloat16" else -10)), off.max()
+    of_codes = 0.34 if layout == "index_fp4" else 0.07  # of codes that differ by one
+    assert off.max() <= (of_codes if layout else 2 ** (-7 if dtype == "bfloat16" else -10)), off.max()
     if layout is None:
         # in one of two entries alone: the transform spreads a last bit to 19 % of an entry on average, to 60 % at most
         assert (new != right).mean() < (0.4 if d == 128 and ragged else 0.02)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_dsv4_fmha import EXPORT_CHECKS
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import Shared, from_config
 from tests.helpers import assert_in_place
 from tests.test_layers import MODELS, alone, hidden, model, random_params, shapes, stack
@@ -62,7 +64,8 @@ def test_packed_caches_of_v41(dtype, layouts):
         jax.jit(lambda x, c: layer(p, x, c)[:2])(x, layer.cache(2, 12, kind)) for kind in (dtype, jnp.bfloat16)
     )
     assert (got[1].window.layout, got[1].compressed.layout) == layouts
-    assert got[1].window.is_packed and got[1].compressed.is_packed and not got[1].keys.is_packed
+    assert got[1].window.is_packed and got[1].compressed.is_packed
+    assert not got[1].keys.is_packed  # whose d is no layout's
     error = jnp.linalg.norm((got[0] - want[0]).astype(jnp.float32)) / jnp.linalg.norm(want[0].astype(jnp.float32))
     assert 0 < error < 0.3 if dtype == "float8_e4m3fn" else error == 0, error
     if dtype == "float4_e2m1fn":
@@ -163,3 +166,110 @@ def test_index_keys_of_an_fp8_cache():
     x = jnp.zeros((2, 1, layer.hidden), jnp.bfloat16)
     out = jax.eval_shape(lambda p, c: layer.step(p, x, c, lengths=1), shapes(layer), layer.cache(2, 90, fp8))
     assert out.cache.keys.entries.dtype == jnp.uint8
+
+
+WIDE = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+
+
+def passes(layers, params, x, shared_by, caches, method, **at):
+    """A pass over layers with their caches: y, and the caches after it."""
+    shared, kept = shared_by(), []
+    for layer, p, cache in zip(layers, params, caches, strict=True):
+        out = getattr(layer, method)(p, x, cache, shared, **at)
+        x, shared = x + out.y, shared.after(out)
+        kept.append(out.cache)
+    return x, kept
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_index_keys_of_v41_in_4_bits(paged):
+    """Bit by bit a model's chunk and steps are what they are over keys in bfloat16, in one level and in two: packed
+    caches have the keys in 4 bits, because they lose nothing so."""
+    layers = from_config(MODELS["v4.1"] | WIDE)
+    params, x = [random_params(layer, i) for i, layer in enumerate(layers)], hidden(2, 24).astype(jnp.bfloat16)
+    how = {}
+    if paged:
+        table = jnp.asarray(np.random.default_rng(3).permutation(4).reshape(2, 2), jnp.int32)
+        how = {"block_table": table, "page_tokens": 64}
+    chunk, step = (
+        jax.jit(functools.partial(passes, layers, params, shared_by=Shared, method=f)) for f in ("__call__", "step")
+    )
+    results = []
+    for keys in (None, jnp.bfloat16):
+        caches = [layer.cache(2, 64, jnp.float4_e2m1fn, keys=keys, **how) for layer in layers]
+        of_keys = [c.keys for c in caches if c.keys is not None]
+        assert len(of_keys) == 2 and all(k.is_packed == (keys is None) for k in of_keys)
+        assert keys is not None or all(k.layout == "index_fp4" for k in of_keys)
+        y, caches = chunk(x=x[:, :17], caches=caches, lengths=jnp.array([17, 11], jnp.int32))
+        ys = [y[0, :17], y[1, :11]]
+        for n in range(1, 8):
+            y, caches = step(x=x[:, 16 + n : 17 + n], caches=caches, lengths=jnp.array([17, 11]) + n)
+            ys.append(y)
+        results.append([np.asarray(y) for y in ys])
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name, keys", [("v4.1", "float4_e2m1fn"), ("v4.1", "float8_e4m3fn"), ("v4", "float4_e2m1fn")])
+def test_index_keys_in_a_layout_of_their_own(name, keys):
+    """Beside float32 caches. Steps choose what a chunk chooses; in the layout in which the model rounds its keys, what
+    whole sequences choose, and else nearly."""
+    sizes = MODELS[name] | WIDE | {"index_topk": 3}
+    layer = from_config(sizes)[1]
+    p, x = random_params(layer, 0), hidden(2, 33)
+    whole = jax.jit(lambda x: layer(p, x)[0])(x)
+    cache = layer.cache(2, 33, jnp.float32, keys=keys)
+    assert cache.keys.layout == {"float4_e2m1fn": "index_fp4", "float8_e4m3fn": "index_fp8"}[keys]
+    assert cache.keys.is_packed and cache.compressed.entries.dtype == jnp.float32
+    at_once = jax.jit(lambda x, c: layer(p, x, c)[0])(x, cache)
+    step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
+    for n in range(1, 34):
+        y, cache = step(x[:, n - 1 : n], cache, jnp.int32(n))
+        np.testing.assert_allclose(y[:, 0], at_once[:, n - 1], rtol=2e-5, atol=2e-4)
+    same = jnp.all(jnp.isclose(at_once, whole, rtol=2e-5, atol=2e-4), -1)
+    assert jnp.mean(same) == 1 if (name, keys) == ("v4.1", "float4_e2m1fn") else 0.5 < jnp.mean(same) < 1
+
+
+def test_who_reads_index_keys_in_4_bits(monkeypatch):
+    """A step's kernel reads pages; a chunk's has keys that were unpacked for all its queries."""
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    if not library.variants_for("indexer_scores", paged=True):
+        pytest.skip("not built")
+    layer = from_config(MODELS["v4.1"] | WIDE | {"index_n_heads": 32})[1]
+    cache = jax.eval_shape(lambda: layer.cache(2, 4096, jnp.float4_e2m1fn))
+
+    def calls(f, s):
+        x = jax.ShapeDtypeStruct((2, s, layer.hidden), jnp.bfloat16)
+        exported = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)
+        text = exported(shapes(layer), x, cache).mlir_module()
+        names = ("lightning_indexer", "paged_lightning_indexer")
+        return [text.count(f"custom_call @dsv4_fmha_{name}(") for name in names]
+
+    assert calls(lambda p, x, c: layer(p, x, c, start=8)[:2], 32) == [1, 0]
+    assert calls(lambda p, x, c: layer.step(p, x, c, lengths=40)[:2], 1) == [0, 1]
+
+
+def test_formats_of_index_keys():
+    """The defaults, and what is refused."""
+    v41, v4 = from_config(MODELS["v4.1"] | WIDE)[1], from_config(MODELS["v4"] | WIDE)[1]
+    trained = from_config(MODELS["v4"] | WIDE, fake_quantize=True)[1]
+    not_rounded = from_config(MODELS["v4.1"] | WIDE, fake_quantize=False)[1]
+    fp8, fp4, small = jnp.float8_e4m3fn, jnp.float4_e2m1fn, from_config(MODELS["v4.1"])[1]
+    for layer, dtype, keys, layout in (
+        (v41, fp4, None, "index_fp4"), (v41, fp8, None, "index_fp4"), (v41, jnp.bfloat16, None, None),
+        (v41, jnp.float16, fp4, "index_fp4"), (v41, fp4, jnp.bfloat16, None), (not_rounded, fp8, None, None),
+        (v4, fp4, None, "index_fp8"), (v4, fp8, fp4, "index_fp4"), (trained, fp8, None, "index_fp4"),
+        (small, jnp.float32, jnp.float32, None),
+    ):  # fmt: skip
+        made = layer.cache(1, 32, dtype, keys=keys).keys
+        assert (made.layout if made.is_packed else None) == layout, (dtype, keys)
+    table = jnp.zeros((2, 2), jnp.int32)
+    asked = v41.cache(2, 32, jnp.bfloat16, keys=fp4, block_table=table, page_tokens=16).keys
+    assert asked.is_packed and asked.page == 8  # which XLA reads
+    assert from_config(MODELS["v4.1"] | WIDE)[0].cache(1, 32, keys=fp4).keys is None  # a layer without any
+    with pytest.raises(ValueError, match=r"keys: got float16, wanted None, bfloat16, float8_e4m3fn or float4_e2m1fn"):
+        v41.cache(1, 32, keys=jnp.float16)
+    with pytest.raises(TypeError, match=r"keys: got index_fp4, wanted None, bfloat16, float8_e4m3fn or float4"):
+        v41.cache(1, 32, keys="index_fp4")
+    with pytest.raises(ValueError, match=r"keys: got float4_e2m1fn, wanted float32 or None for .* of d=32"):
+        small.cache(1, 32, jnp.float32, keys=fp4)

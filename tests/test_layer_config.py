@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jax_dsv4_fmha.layers import Rope, from_config
@@ -33,6 +34,19 @@ def published(name):
         "rms_norm_eps": 1e-20,
     }  # fmt: skip
     return {"flash": flash, "pro": pro, "v4.1": {"text_config": v41}}[name]
+
+
+@pytest.mark.parametrize(
+    "dtype, keys, size",
+    [("bfloat16", None, 3200), ("float8_e4m3fn", None, 1490), ("float4_e2m1fn", None, 890),
+     ("float4_e2m1fn", "bfloat16", 1360)],
+)  # fmt: skip
+def test_bytes_of_v41_a_token(dtype, keys, size):
+    """What its pools of entries and index keys take, as examples/deepseek_v4/serve.py counts and docs/tutorials say."""
+    how = {"keys": keys, "block_table": jnp.zeros((1, 4), jnp.int32), "page_tokens": 256}
+    caches = [layer.cache(1, 1024, dtype, **how) for layer in from_config(published("v4.1"))]
+    pools = [x for cache in caches for x in (cache.compressed, cache.keys) if x is not None]
+    assert sum(x.entries.nbytes for x in pools) == 1024 * size
 
 
 def test_config_of_v4(tmp_path):

@@ -208,6 +208,11 @@ def queries_in_their_order(text):
     return edits.replace(text, r"st\.shared\.v4\.b32 \[%r\d+\], \{[^;]*;", "")
 
 
+def half_in_their_order(text):
+    """The first half of the heads does, where a CTA reorders them in turns."""
+    return edits.replace(text, r"st\.shared\.v4\.b32 \[%r\d+\], \{[^;]*;", "", slice(4))
+
+
 FP4_FAULTS = [
     PlantedFault("scale of another group", OF_4_BITS, Wrong, "scores are wrong", scale_of_another_group),
     PlantedFault("queries in their order", OF_4_BITS, Wrong, "scores are wrong", queries_in_their_order),
@@ -447,11 +452,31 @@ def test_a_buckets_count_lost():
     PlantedFault("a bucket's count lost", TOPK.key, OutOfBounds, "indices", lost_count).check(run_row_with)
 
 
+def never_counts_a_row(text):
+    """A histogram over a row in memory stays empty."""
+    pattern = r"(ld\.global\.b32[^\n]*\n(?:(?!ld\.global|red\.shared)[^\n]*\n){1,20}?)[^\n]*red\.shared\.add\.u32[^;]*;"
+    return edits.replace(text, pattern, lambda m: m[1])
+
+
+def test_a_guess_among_scores_of_like_size():
+    """Thousands of scores between two powers of two beside a few that are far away: what is chosen is found among those
+    that the guess collects, as if there were no histogram over the row, which equal scores need."""
+    rng = np.random.default_rng(2)
+    scores = (1 + 0.2 * rng.random((1, 8192))).astype(np.float32)
+    scores[0, ::1000] = -(2.0 ** rng.integers(-90, 90, 9))
+    start, stop = np.zeros((1, 1), np.int32), np.full((1, 1), 8192, np.int32)
+    judge_choice(choose(scores, start, stop, 2047, edit=never_counts_a_row), start, stop)
+    with pytest.raises((Wrong, OutOfBounds, AssertionError)):
+        scores[:] = 1
+        judge_choice(choose(scores, start, stop, 2047, edit=never_counts_a_row), start, stop)
+
+
 # ---- scores of the keys in listed blocks
 
 
 WITHIN = tuple(f"indexer_scores_within_sm_90a_{x}" for x in (
-    "heads32_bfloat16", "heads64_float8_e4m3fn", "heads32_float8_e4m3fn_paged", "heads64_bfloat16_paged"
+    "heads32_bfloat16", "heads64_float8_e4m3fn", "heads32_float8_e4m3fn_paged", "heads64_bfloat16_paged",
+    "heads32_bfloat16_paged_index_fp4", "heads64_bfloat16_paged_index_fp4"
 ))  # fmt: skip
 
 
@@ -553,6 +578,10 @@ WITHIN_FAULTS = [
         "keys of another block", WITHIN[2], Wrong, "batch entry 0 at place 32, entry", keys_of_the_block_before
     ),
     PlantedFault("pages of another", WITHIN[2], Wrong, "batch entry 0 at place 0, entry", page_of_another),
+    PlantedFault("keys of 4 bits read early", WITHIN[4], Undefined, r"ld\.shared", never_waits_for_keys),
+    PlantedFault("scale of another group", WITHIN[4], Wrong, "scores are wrong", scale_of_another_group),
+    PlantedFault("queries in their order", WITHIN[5], Wrong, "scores are wrong", queries_in_their_order),
+    PlantedFault("half of the queries in their order", WITHIN[5], Wrong, "scores are wrong", half_in_their_order),
 ]
 
 

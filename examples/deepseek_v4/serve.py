@@ -163,7 +163,13 @@ def arguments() -> dict:
     group = parser.add_mutually_exclusive_group()
     of_caches = {"fp8": ("float8_e4m3fn", "FP8"), "fp4": ("float4_e2m1fn", "FP8 and, for entries, FP4")}
     for name, (dtype, what) in of_caches.items():
-        group.add_argument(f"--{name}", dest="kept", action="store_const", const=dtype, help=f"caches in {what}")
+        group.add_argument(
+            f"--{name}",
+            dest="kept",
+            action="store_const",
+            const=dtype,
+            help=f"caches in {what}; V4.1's index keys in FP4",
+        )
     parser.add_argument("--packed", action="store_true", help="a checkpoint's FP4 and FP8 stay so in memory")
     return vars(parser.parse_args())
 

@@ -10,7 +10,7 @@ import numpy as np
 from kernels.abi import INDEX_BLOCK, IndexerScores, IndexerScoresWithin
 
 from ..machine.state import Array, Machine, new_memory
-from . import native
+from . import native, nibbles
 from .indexer import Edit
 from .indexer import Problem as Keys
 from .launch import Kernel, machine
@@ -49,8 +49,9 @@ class Problem:
         from_start: bool = False,
     ) -> Problem:
         """Keys that no block has are NaN; the last block is not whole, in arrays."""
-        like = IndexerScores("indexer_scores", variant.arch, "", variant.heads, variant.dtype, variant.paged)
-        x = Keys.of(like, b, s_q, s_c, 40, 64 if variant.paged else 0)
+        v = variant
+        like = IndexerScores("indexer_scores", v.arch, "", v.heads, v.dtype, v.paged, packing=v.packing)
+        x = Keys.of(like, b, s_q, s_c, 40, 64 if v.paged else 0)
         rng = np.random.default_rng(2)
         start: Array = rng.integers(1, 20, x.start.shape, np.int32)
         base: Array = start if from_start else np.zeros_like(start)
@@ -62,7 +63,8 @@ class Problem:
             blocks[n, i, :some] = np.sort(np.append(rng.permutation(there - 1)[: some - 1], there - 1))
             entries = base[n, i] + blocks[n, i, :some, None] * INDEX_BLOCK + np.arange(INDEX_BLOCK)
             named[n, entries[entries < s_c]] = True
-        k[:, s_c - 3 :] = 1
+        last = np.ones_like(k[:, s_c - 3 :])
+        k[:, s_c - 3 :] = nibbles.rounded(last, x.k_scale[:, s_c - 3 :]) if x.of_4_bits else last
         k[~named] = np.nan
         return Problem(replace(x, k=k, start=start), blocks, from_start, processors)
 
@@ -96,7 +98,13 @@ class Call:
         addresses = {name: memory.add(name, array) for name, array in (operands | {"blocks": self.x.blocks}).items()}
         addresses["scores"] = memory.add("scores", None, self.x.entries.size * 4)
         shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": native.TYPES[variant.dtype]}
-        shape |= {"of_4_bits": 0, "queries": 1, "stride": count * INDEX_BLOCK, "wants_values": 1, "keys_of_score": 1}
+        shape |= {
+            "of_4_bits": int(x.of_4_bits),
+            "queries": 1,
+            "stride": count * INDEX_BLOCK,
+            "wants_values": 1,
+            "keys_of_score": 1,
+        }
         plan, _ = native.plan_indexer_within(
             shape | paging, count, self.x.from_start, processors=self.x.processors, queries=b * s_q, addresses=addresses
         )

@@ -419,6 +419,7 @@ SUITE = Suite(
             )
         ),
         BlocksStepRow(b=64, s_q=1, s_c=131072, h=32, dtype="bfloat16", topk=2048, of_4_bits=True),
+        InsideBlocksStepRow(b=64, s_q=1, s_c=131072, h=32, dtype="bfloat16", of_4_bits=True),
         ScoresRow(s_c=8192, dtype="bfloat16", peers=_XLA),
         *(AttendedRow(s_c=s_c, dtype="bfloat16", peers=_XLA) for s_c in (8192, 16384)),
     ),

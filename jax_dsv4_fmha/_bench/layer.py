@@ -8,12 +8,13 @@ fusion has the name of its last operation.
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .. import Cache, quantize_cache
 from .._cli.report import table as as_table
 from ..layers import STEP_OPTIONS, DSV4Attention, LayerCache, Shared, from_config
 from .measure import KERNEL_BY_KERNEL, Contestant, Operands, Times, by_the_host_s_clock
@@ -151,19 +152,34 @@ class LayerRow(Row):
         return Contestant(run, inputs, program.as_text() or "")
 
     def filled(self) -> LayerCache:
-        """The cache of a step."""
+        """The cache of a step, with random entries: among equal scores of index keys a choice would take longer."""
         empty = self.layer.cache(self.b, self.s_kv, jnp.dtype(self.cache))
         keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(empty))))
 
-        def random(x: jax.Array) -> jax.Array:  # packed entries stay 0: random bytes are no numbers
+        def is_packed(x: Any) -> bool:
+            return isinstance(x, Cache) and x.is_packed
+
+        def random(x: Any) -> Any:
+            if is_packed(x):
+                return replace(x, entries=_packed(next(keys), x))
             return jax.random.normal(next(keys), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        cache: LayerCache = jax.tree.map(random, empty)
+        cache: LayerCache = jax.tree.map(random, empty, is_leaf=is_packed)
         return cache
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
         """With the time of every part."""
         return with_parts(measured, contestants)
+
+
+def _packed(key: jax.Array, cache: Cache) -> jax.Array:
+    """Random entries of a packed cache, page by page."""
+
+    @jax.jit
+    def page(key: jax.Array) -> jax.Array:
+        return quantize_cache(jax.random.normal(key, (cache.page, cache.packing.d), jnp.bfloat16), cache.layout)
+
+    return jax.lax.map(page, jax.random.split(key, cache.entries.shape[0]))
 
 
 @dataclass(frozen=True, kw_only=True)

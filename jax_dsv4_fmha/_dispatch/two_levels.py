@@ -121,10 +121,10 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
     return indices, values
 
 
-def has_kernel_within(block: int, from_start: bool, *, packing: str = "", **choices: Any) -> bool:
-    """Whether every device here has a kernel of the scores of such blocks' entries; no one reads keys of 4 bits."""
+def has_kernel_within(block: int, from_start: bool, **choices: Any) -> bool:
+    """Whether every device here has a kernel of the scores of such blocks' entries."""
     aligned = not (from_start and choices["paged"])  # a block's entries are in one page
-    return block == raw.BLOCK and aligned and not packing and for_all("indexer_scores_within", **choices)
+    return block == raw.BLOCK and aligned and for_all("indexer_scores_within", **choices)
 
 
 def for_all(op: str, **choices: Any) -> bool:

@@ -53,7 +53,7 @@ def lightning_indexer(
       k: `[b, s_c, d]` in q's dtype. With s_c = 0 every index is -1. Or a `Cache` in q's dtype, or in the layout
         "index_fp8" where q is float8_e4m3fn, else also in "index_fp4"; s_c is then its capacity. It must not have run
         over, and an entry without a page counts as zeros. Hopper's kernels read "index_fp4" for 32 or 64 heads in
-        bfloat16, without `blocks`; else XLA unpacks it into an array.
+        bfloat16; else XLA unpacks it into an array.
       weights: float32 `[b, s_q, h]`, of any sign; they include the scales of a quantized q (see `quantize_indexer`).
       topk: an int >= 1; it may exceed s_c.
       ratio: tokens of an entry, an int >= 1; None where `span` alone says what is visible.
@@ -116,10 +116,10 @@ def lightning_indexer(
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         how = {"topk": topk, "block": block, "from_start": bool(from_start)}
         _ascending(op, blocks)
-        kernel, of_keys = "indexer_scores_within", {"paged": in_pages}
+        kernel = "indexer_scores_within"
         if not judged():
-            kernel, of_keys = "indexer_scores_at", {}
-        archs = shipped_for_both(kernel, topk, dims, heads=dims["h"], dtype=q.dtype.name, **of_keys)
+            kernel, chosen_by = "indexer_scores_at", {"heads": dims["h"], "dtype": q.dtype.name}
+        archs = shipped_for_both(kernel, topk, dims, **chosen_by)
         its_call = call(op, keys.ops.within, implementation, kernel, archs, q, dims, keys.got, "", **how)
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(its_call, *inputs)

@@ -196,7 +196,7 @@ def _insert() -> tuple[InsertCase, ...]:
         *(InsertCase(s_q=3, ratio=r, features=x) for r in (0, 4, 128) for x in ((), *packed)),
         *(InsertCase(s_q=3, ratio=r, features=("v4_fp4",)) for r in (4, 128)),
         *(InsertCase(s_q=2, ratio=r, dtype="float16") for r in (0, 4, 128)),
-        *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",))),
+        *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",), ("index_fp4",))),
         *(InsertCase(s_q=4, ratio=r, features=(*x, "ragged")) for r in (0, 4, 128) for x in ((), ("v4_fp8",))),
     )
 

@@ -19,7 +19,9 @@ from .case import Case, Judgement, judgement
 _ROPE, _EPS, _COLUMN, _PAGE = Rope(64, 160_000, 16, 4096), 1e-6, 4, 8
 _LENGTHS = (9, 0, 1, 16, 57)  # in blocks: tokens follow them; an idle place, and a sequence that begins
 _LIMITS = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 1e-5}  # of an entry's greatest number
-_PACKED = {"v4_fp4": 0.34}  # the same, of codes that may differ by one: by a third of the greatest, of e2m1
+_PACKED = dict.fromkeys(
+    ("v4_fp4", "index_fp4"), 0.34
+)  # the same, of codes that may differ by one: by a third of the greatest, of e2m1
 
 Numbers = np.ndarray[Any, Any]
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .attention import DSV4Attention
 
 _OP = "DSV4Attention"
-_KEYS = "index_fp8"  # the layout of index keys in packed caches
+_FP8, _FP4 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float4_e2m1fn)
+_KEYS = {_FP8: "index_fp8", _FP4: "index_fp4"}  # the layouts of index keys
 _IN_FP4 = {"v4_fp8": "v4_fp4", "v41_fp8": "v41_fp4"}  # the layout of entries, by that of latents
 
 
@@ -26,6 +27,7 @@ def empty(
     b: int,
     max_length: int,
     dtype: Any,
+    keys: Any,
     steps: int,
     block_table: jax.Array | None,
     page_tokens: int | None,
@@ -36,6 +38,7 @@ def empty(
         _check.positive(_OP, name, n)
     near, far = layouts(layer, dtype)
     plain = dtype if near is None else jnp.bfloat16
+    of_keys = layout_of_keys(layer, keys, plain, near is not None)
     pool = pool_of(layer, b, max_length, block_table, page_tokens, pages)
     window = Cache.zeros(b, layer.window + steps - 1, layer.d, plain, layout=near)
     if layer.compressor is None:
@@ -47,14 +50,14 @@ def empty(
 
     cache = LayerCache(window, entries(layer.d, far, pool[1]), layer.compressor.state(b, steps))
     if layer.indexer is not None and layer.indexer.owns_keys:
-        own = layer.indexer.compressor
-        page, layout = pool[1], None
-        if near is not None and own is not None and layer.indexer.d == LAYOUTS[_KEYS].d:
-            unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
-            page = -(-page // unit) * unit if block_table is None else page
-            layout = _KEYS if page % unit == 0 else None
-        keys = entries(layer.indexer.d, layout, page)
-        cache = cache._replace(keys=keys, key_tokens=None if own is None else own.state(b, steps))
+        own, page = layer.indexer.compressor, pool[1]
+        unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
+        if of_keys is not None and block_table is None:
+            page = -(-page // unit) * unit
+        if keys is None and page % unit:  # no kernel takes packed keys in such pages
+            of_keys = None
+        made = entries(layer.indexer.d, of_keys, page)
+        cache = cache._replace(keys=made, key_tokens=None if own is None else own.state(b, steps))
     return cache
 
 
@@ -88,7 +91,25 @@ def pool_of(
 def layouts(layer: DSV4Attention, dtype: Any) -> tuple[str | None, str | None]:
     """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
     near, _ = layer._formats
-    of_model = {jnp.dtype(jnp.float8_e4m3fn): (near, near), jnp.dtype(jnp.float4_e2m1fn): (near, _IN_FP4[near])}
+    of_model = {_FP8: (near, near), _FP4: (near, _IN_FP4[near])}
     wanted = f"bfloat16, float16, float32, {' or '.join(map(str, of_model))}"
     dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
     return of_model.get(dtype, (None, None))
+
+
+def layout_of_keys(layer: DSV4Attention, keys: Any, plain: Any, packed: bool) -> str | None:
+    """The layout of index keys, of this dtype or beside latents that are packed or not; None of `plain` ones."""
+    if keys is not None:
+        wanted = f"None, {jnp.dtype(plain)}, {' or '.join(map(str, _KEYS))}"
+        keys = _check.dtype(_OP, "keys", keys, (jnp.dtype(plain), *_KEYS), wanted)
+    indexer = layer.indexer
+    if indexer is None or not indexer.owns_keys:
+        return None
+    has_layout = all(LAYOUTS[name].d == indexer.d for name in _KEYS.values())
+    if keys in _KEYS and not has_layout:
+        raise _check.error(
+            ValueError, _OP, "keys", keys.name, f"{jnp.dtype(plain)} or None for index keys of d={indexer.d}"
+        )
+    if keys is None and packed and has_layout:  # what loses nothing, or as the model's code has them
+        keys = _FP4 if layer.fake_quantize else _FP8 if indexer.compressor is not None else None
+    return _KEYS.get(keys)

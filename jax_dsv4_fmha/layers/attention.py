@@ -171,6 +171,7 @@ class DSV4Attention:
         max_length: int,
         dtype: Any = jnp.bfloat16,
         *,
+        keys: Any = None,
         steps: int = 1,
         block_table: jax.Array | None = None,
         page_tokens: int | None = None,
@@ -183,8 +184,12 @@ class DSV4Attention:
             lengths are known only when a step runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers; or float4_e2m1fn, for latents in that layout and entries in
-            "v4_fp4" or "v41_fp4". The keys of V4's indexer (index d 128) are then in "index_fp8" and its queries are
-            quantized, unless pages have a size that no kernel takes.
+            "v4_fp4" or "v41_fp4".
+          keys: the dtype of the indexer's keys, if it has any: float4_e2m1fn for "index_fp4", float8_e4m3fn for
+            "index_fp8" (either with index d 128), or that of entries that are not packed. Queries are quantized
+            to the keys of "index_fp8". By default keys are packed where latents are, in pages that a kernel takes:
+            with `fake_quantize`, as in V4.1, in "index_fp4", which holds exactly the rounded keys; V4's else in
+            "index_fp8".
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in pools of pages that all sequences share: page i of
             sequence m is page `block_table[m, i]` of the pool, and -1 is no page. Entries without a page are not kept.
@@ -197,7 +202,7 @@ class DSV4Attention:
           ValueError, TypeError: operands that differ from the above, or a table with too few pages for `max_length`,
             or with numbers above those of a pool's pages.
         """
-        return _caches.empty(self, b, max_length, dtype, steps, block_table, page_tokens, pages)
+        return _caches.empty(self, b, max_length, dtype, keys, steps, block_table, page_tokens, pages)
 
     def __call__(
         self,
@@ -268,7 +273,7 @@ class DSV4Attention:
         if self.indexer is not None:
             weights = product(x, params["indexer"]["weights_proj"])
             past = {"ratio": self.ratio, "q_offset": first}
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices)
+            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, unpacks=True)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -526,18 +531,22 @@ class DSV4Attention:
         past: Mapping[str, Any],
         given: jax.Array | None = None,
         kernel: bool = False,
+        unpacks: bool = False,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights; given: these
-        entries, chosen elsewhere; kernel: as in `_few_rows`.
+        entries, chosen elsewhere; kernel: as in `_few_rows`; unpacks: keys in 4 bits, once for all queries, of which
+        there are many.
         """
         assert self.indexer is not None
         keys, weights = shared.keys, self.indexer.scaled(weights)
         made_of = (params["indexer"], c, positions, self.rope, kernel)
-        if isinstance(keys, Cache) and keys.is_packed:
+        if isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8":
             q, scales = self.indexer.turned_and_quantized(*made_of)
             weights = weights * scales
         else:
             q = self.indexer.rounded(self.indexer.turned(*made_of))
+            if unpacks and isinstance(keys, Cache) and keys.is_packed:
+                keys = keys.take().astype(q.dtype)
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
         blocks = shared.blocks if self.indexer.within_candidates else None

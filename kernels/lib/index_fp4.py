@@ -97,22 +97,24 @@ def decode_rows(operand: cute.Tensor, keys: cute.Tensor, codes: cute.Tensor, row
 
 
 @cute.jit
-def reorder_queries(q: cute.Tensor, thread: Int32, barrier: cutlass.Constexpr):
-    """Queries (rows, D) in slabs, reordered in place by four threads a row, which wait for each other.
+def reorder_queries(q: cute.Tensor, thread: Int32, threads: cutlass.Constexpr, barrier: cutlass.Constexpr):
+    """Queries (rows, D) in slabs, reordered in place by so many threads, four a row, which wait for each other.
 
     Thread m of a row takes the 8 dimensions from 8 m on of every group, and makes 32 of them that lie side by side.
     """
-    rows = cute.size(q, mode=[0])
-    row, m = thread % rows, thread // rows
-    begin = q.iterator.toint() + row * (2 * SLAB)
-    given = [load_words(place(begin, rows, i // 2, 4 * (i % 2) + m, row)) for i in range(4)]
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=4 * rows)
-    for n in cutlass.range_constexpr(4):
-        order = Uint32(0x7632 if n % 2 else 0x5410)
-        words = tuple(permute_bytes(x[n // 2], x[2 + n // 2], order) for x in given)
-        store_shared_words(place(begin, rows, m // 2, m % 2 * 4 + n, row), words)
+    rows, at_a_time = cute.size(q, mode=[0]), threads // 4
+    m = thread // at_a_time
+    for first in cutlass.range_constexpr(0, rows, at_a_time):
+        row = first + thread % at_a_time
+        begin = q.iterator.toint() + row * (2 * SLAB)
+        given = [load_words(place(begin, rows, i // 2, 4 * (i % 2) + m, row)) for i in range(4)]
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+        for n in cutlass.range_constexpr(4):
+            order = Uint32(0x7632 if n % 2 else 0x5410)
+            words = tuple(permute_bytes(x[n // 2], x[2 + n // 2], order) for x in given)
+            store_shared_words(place(begin, rows, m // 2, m % 2 * 4 + n, row), words)
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=4 * rows)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
 def place(begin: Int32, rows: int, slab: Int32 | int, chunk: Int32, row: Int32) -> Int32:

@@ -5,7 +5,7 @@ import struct
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint16, Uint32
 
 from kernels.lib.fp8_rows import GREATEST, amax, quantized, write_words
 from kernels.lib.ptx import bits_of, clip, float_of, power_of_two, round_pair, to_e4m3
@@ -17,8 +17,9 @@ INFINITY = 0x7F800000  # bits of a float32
 MANTISSA = 0x7FFFFF
 GREATEST_OF_E2M1 = 6.0
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between magnitudes of e2m1; in the middle the even code is next
-LEAST = {"v4_fp8": -13, "v41_fp8": -22, "v4_fp4": -126}  # exponents of the least scales
-MOST = {"v4_fp4": 121}  # of the greatest, if there are such
+IN_E2M1 = ("v4_fp4", "index_fp4")
+LEAST = {"v4_fp8": -13, "v41_fp8": -22} | dict.fromkeys(IN_E2M1, -126)  # exponents of the least scales
+MOST = dict.fromkeys(IN_E2M1, 121)  # of the greatest, if there are such
 WITH_BF16 = ("v4_fp8", "v4_fp4")  # the last numbers are in bf16
 
 
@@ -40,7 +41,7 @@ def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
         entry, scales = page + at * layout.values, page + (entries * layout.values + at * layout.scales)
     most = amax(numbers, group)
     finite = most < INFINITY
-    greatest = GREATEST_OF_E2M1 if c.packing == "v4_fp4" else GREATEST
+    greatest = GREATEST_OF_E2M1 if c.packing in IN_E2M1 else GREATEST
     most = cutlass.max(most if finite else Int32(0), Int32(bits(greatest * 2.0 ** LEAST[c.packing])))
     if cutlass.const_expr(c.packing in MOST):
         most = cutlass.min(most, Int32(bits(greatest * 2.0 ** MOST[c.packing])))
@@ -51,15 +52,19 @@ def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
     factor = power_of_two(127 - exponent)
     for_bf16 = WARP - DIMS // c.numbers if cutlass.const_expr(c.packing in WITH_BF16) else WARP
     words = cute.make_rmem_tensor(c.numbers // 2, Uint32)
-    a_word = 8 if c.packing == "v4_fp4" else 4
-    code_words = c.numbers // a_word
+    a_word = 8 if c.packing in IN_E2M1 else 4
+    code_words = c.numbers // a_word  # 0 where two lanes' codes are a word
     if lane < for_bf16:
         codes = cute.make_rmem_tensor(c.numbers, Float32)
         for j in cutlass.range_constexpr(c.numbers):
             codes[j] = clip(numbers[j] * factor, limit) if finite else Float32(0.0)
         for j in cutlass.range_constexpr(code_words):
-            words[j] = codes_of([codes[a_word * j + i] for i in range(a_word)])
-        write_words(words, entry + lane * (4 * code_words), code_words)
+            words[j] = codes_of([codes[a_word * j + i] for i in range(a_word)], a_word)
+        if cutlass.const_expr(code_words > 0):
+            write_words(words, entry + lane * (4 * code_words), code_words)
+        else:
+            half = codes_of([codes[i] for i in range(c.numbers)], a_word)
+            store(cute.recast_ptr((entry + lane * 2).align(2), dtype=Uint16), Uint16(half))
     else:
         for j in cutlass.range_constexpr(c.numbers // 2):
             words[j] = round_pair(numbers[2 * j], numbers[2 * j + 1], BFloat16)
@@ -79,9 +84,9 @@ def bits(x: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 
-def codes_of(numbers: list[Float32]) -> Uint32:
-    """Of four numbers e4m3, of eight e2m1, which comparisons find; the first code is in the lowest bits."""
-    if len(numbers) == 4:
+def codes_of(numbers: list[Float32], a_word: int) -> Uint32:
+    """e4m3 where a word has four codes, else e2m1, which comparisons find; the first code is in the lowest bits."""
+    if a_word == 4:
         return to_e4m3(*numbers)
     word = Uint32(0)
     for i, x in enumerate(numbers):

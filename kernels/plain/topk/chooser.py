@@ -10,7 +10,7 @@ from kernels.lib.launch import WARP
 from kernels.lib.ptx import count_in_shared, leading_zeros, max_u32, min_u32, rank_of, warp_max_u32, warp_min_u32
 from kernels.lib.rows import ceil_div, load, store
 
-from .config import AT_A_TIME, BINS, CAPACITY, LEAST, SAMPLED, THREADS, VECTOR, VECTORS, WARPS
+from .config import AT_A_TIME, BINS, CAPACITY, COARSE, LEAST, SAMPLED, THREADS, VECTOR, VECTORS, WARPS
 from .smem import Shared, allocate
 
 
@@ -115,29 +115,48 @@ class Chooser:
                 rank = rank_of(bits[e])
                 self.smem.ranks[VECTOR * g + e] = rank
                 least, greatest = min_u32(least, rank), max_u32(greatest, rank)
-        for i in cutlass.range(self.thread, BINS, THREADS):
-            self.smem.bins[i] = 0
         least, greatest = self.extremes(least, greatest)
-        shift = cutlass.max(bit_length(greatest - least) - (BINS.bit_length() - 1), 0)
-        for i in cutlass.range(self.thread, VECTOR * groups, THREADS):
-            count_one(self.smem.bins, BINS - 1 - Int32((Uint32(self.smem.ranks[i]) - least) >> Uint32(shift)))
-        cute.arch.sync_threads()
         expected = Float32(topk) * Float32(VECTOR * groups) / Float32(count)
         wanted = cutlass.min(Int32(expected + 4.0 * cute.math.sqrt(expected) + 8.0), VECTOR * groups)
+        low, width, need, more = least, greatest - least, wanted, Boolean(True)
+        for _ in cutlass.range(2, unroll=1):
+            if more:
+                shift = cutlass.max(bit_length(width) - (BINS.bit_length() - 1), 0)
+                self.find(VECTOR * groups, low, width, shift, need)
+                low = low + (Uint32(self.smem.found[0]) << Uint32(shift))
+                width = (Uint32(1) << Uint32(shift)) - 1
+                need = need - self.smem.found[1]
+                more = self.smem.found[2] * COARSE > wanted
+        return max_u32(low, Uint32(LEAST))
+
+    @cute.jit
+    def find(self, sampled: Int32, low: Uint32, width: Uint32, shift: Int32, need: Int32):
+        """Finds the bin of the sample's `need`-th greatest rank in [low, low + width]: (its number, how many are above
+        it, how many in it).
+        """
+        for i in cutlass.range(self.thread, BINS, THREADS):
+            self.smem.bins[i] = 0
+        cute.arch.sync_threads()
+        for i in cutlass.range(self.thread, sampled, THREADS):
+            rank = Uint32(self.smem.ranks[i])
+            if (rank >= low) & (rank - low <= width):
+                count_one(self.smem.bins, BINS - 1 - Int32((rank - low) >> Uint32(shift)))
+        cute.arch.sync_threads()
         bins_of_thread = BINS // THREADS
         mine = Int32(0)
         for j in cutlass.range_constexpr(bins_of_thread):
             mine += self.smem.bins[self.thread * bins_of_thread + j]
         reached = self.sum_before(mine)
-        if (reached < wanted) & (wanted <= reached + mine):
-            place = Int32(0)
+        if (reached < need) & (need <= reached + mine):
+            place, above, here = Int32(0), Int32(0), Int32(0)
             for j in cutlass.range_constexpr(bins_of_thread):
-                if reached < wanted:
-                    place = BINS - 1 - (self.thread * bins_of_thread + j)
-                reached += self.smem.bins[self.thread * bins_of_thread + j]
-            self.smem.found[0] = place
+                count = self.smem.bins[self.thread * bins_of_thread + j]
+                if (reached < need) & (need <= reached + count):
+                    place, above, here = BINS - 1 - (self.thread * bins_of_thread + j), reached, count
+                reached += count
+            for i, x in enumerate((place, above, here, Int32(0))):  # read as one vector
+                self.smem.found[i] = x
         cute.arch.sync_threads()
-        return max_u32(least + (Uint32(self.smem.found[0]) << Uint32(shift)), Uint32(LEAST))
 
     @cute.jit
     def collect(self, row: Row, lower: Uint32) -> tuple[Int32, Uint32, Uint32]:

@@ -14,6 +14,7 @@ WARPS = THREADS // WARP
 CAPACITY = 4096  # scores that SMEM holds
 MAX_TOPK = CAPACITY // 2  # otherwise the collected scores, somewhat more than topk, would not fit
 BINS = 2048  # bins of the guess; `narrow` has one for each thread
+COARSE = 4  # a bin with more than this part of what is wanted is too coarse for a guess, and is split
 VECTORS = 4  # vectors that a thread loads at a time
 AT_A_TIME = WARP * VECTOR * VECTORS  # scores of a warp's load
 SMEM_BYTES = 4 * (2 * CAPACITY + BINS + 2 * WARPS + 4)

@@ -1,6 +1,7 @@
 """The greatest `topk` of each row of scores, exactly, in ascending order of entries; one CTA a row.
 
-    guess     a histogram of every eighth score gives a rank that somewhat more than topk scores should reach
+    guess     a histogram of every eighth score gives a rank that somewhat more than topk scores should reach; ranks are
+              those of floats, so a bin may have many of the scores: then a histogram of this bin gives it
     collect   one pass over all scores: those that reach the rank go to SMEM, in order
     narrow    a radix select, 8 bits at a time: the rank of the last one to choose, and how many of that rank to choose
     emit      those above that rank, and the first of those equal to it, in order

@@ -88,7 +88,7 @@ class IndexerScoresFp4Sm90(HopperScoresKernel):
             if first < last:
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries
                 queries, first_query = cutlass.min(n.s_q - query0, c.queries), Int64(entry) * n.s_q + query0
-                reorder_queries(smem.q[None, None, q.index], cute.arch.thread_idx()[0], QUERIES)
+                reorder_queries(smem.q[None, None, q.index], cute.arch.thread_idx()[0], 4 * c.tile_m, QUERIES)
                 weights = arrays.weights.toint() + (first_query * c.heads + lane * 2) * 4
                 starts = arrays.start + first_query
                 at = (first * c.tile_n + key0) // c.keys_of_score

@@ -4,7 +4,8 @@
 
 A CTA is one warpgroup, which gathers a tile of keys by cp.async while it works on the previous one. An SM has several
 CTAs, so that the others' products run under one's sums. A block's keys lie side by side, in an array or in a page: so a
-list, and a table of pages, is read once for eight keys.
+list, and a table of pages, is read once for eight keys. Keys of 4 bits are decoded to bf16 operands in registers, as in
+`indexer_scores_fp4_sm90`.
 """
 
 from pathlib import Path
@@ -18,16 +19,19 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import INDEX_BLOCK, IndexerScoresWithin
 from kernels.aot import Compiled
-from kernels.lib.indexer import BLOCK, KEYS, product
+from kernels.lib.index_fp4 import decode_rows, reorder_queries
+from kernels.lib.indexer import BLOCK, KEYS, D, product
 from kernels.lib.launch import i32, pointers
 from kernels.lib.ptx import relu
 from kernels.lib.rows import ceil_div, load, row_of, store
-from kernels.lib.scores_at import ScoresAtKernel, copied
-from kernels.lib.wgmma import accumulator, multiply, operand_a, operand_b
+from kernels.lib.scores_at import THREADS, ScoresAtKernel, copied
+from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, register_operand, tiled_mma
 
 from .config import BLOCKS, Config
 from .listed import ListedBlocks, Pages
 from .smem import Shared, allocate
+
+QUERIES = 1  # the named barrier of the threads that reorder queries
 
 
 class Extents(NamedTuple):
@@ -43,7 +47,7 @@ class Extents(NamedTuple):
 
 class Arrays(NamedTuple):
     q: cute.Pointer  # [b, s_q, heads, D]
-    k: cute.Pointer  # [b, s_c, D], or pages: [pages, page, D], with 8 bits [pages, page * (D + 4)], scales last
+    k: cute.Pointer  # [b, s_c, D], or pages: [pages, page, D], with 8 or 4 bits [pages, bytes], scales last
     weights: cute.Pointer  # float32 [b, s_q, heads]
     k_scale: cute.Pointer | None  # float32 [b, s_c], of 8-bit keys in an array
     blocks: cute.Pointer  # int32 [b, s_q, count]
@@ -131,18 +135,29 @@ class IndexerScoresWithinSm90(ScoresAtKernel):
         thread: Int32,
     ):
         c, mma = self.config, product(self.dtype, self.config.heads)
+        if cutlass.const_expr(c.of_4_bits):
+            mma = tiled_mma(self.dtype, c.heads, K_MAJOR, warpgroup.OperandSource.RMEM)
+            self.await_tile()  # so Q is there
+            reorder_queries(smem.q, thread, THREADS, QUERIES)
         taken = self.take_weights(weights, thread)
-        a, b, acc = operand_a(mma, smem.k), operand_b(mma, smem.q), accumulator(mma, c.heads)
+        a = register_operand(mma, D, self.dtype) if cutlass.const_expr(c.of_4_bits) else operand_a(mma, smem.k)
+        b, acc = operand_b(mma, smem.q), accumulator(mma, c.heads)
         s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.heads // BLOCK)))  # (c, r, j): row r of two
         own = row_of(thread, 0) + thread % 2 * 8  # whose sum this thread ends up with
         stage, next_stage = Int32(0), Int32(c.stages - 1)
         for t in cutlass.range(first, listed.last, unroll=1):
             self.await_tile()
             listed.gather(smem, t + c.stages - 1, next_stage, thread)  # in the place of the one before
-            multiply(mma, acc, a[None, None, None, stage], b, fresh=True)
             scale = Float32(1.0)
-            if cutlass.const_expr(c.scaled):
-                scale = smem.scale[own, stage]
+            if cutlass.const_expr(c.of_4_bits):
+                row, lane = row_of(thread, 0), thread % 4
+                whole = decode_rows(a, smem.k[None, None, stage], smem.scale[None, stage], row, lane)
+                scale = whole[1] if lane % 2 == 1 else whole[0]
+                multiply(mma, acc, a, b, fresh=True)
+            else:
+                multiply(mma, acc, a[None, None, None, stage], b, fresh=True)
+                if cutlass.const_expr(c.scaled):
+                    scale = smem.scale[own, stage]
             warpgroup.wait_group(0)
             sums = cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
@@ -176,5 +191,5 @@ class IndexerScoresWithinSm90(ScoresAtKernel):
 
 
 def compile(variant: IndexerScoresWithin, out_dir: Path) -> Compiled:
-    config = Config(variant.heads, variant.dtype, variant.paged)
+    config = Config(variant.heads, variant.dtype, variant.paged, variant.packing)
     return IndexerScoresWithinSm90(config).compile(variant, out_dir, ctas=config.ctas)

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from kernels.abi import INDEX_BLOCK
 from kernels.lib.indexer import KEYS
 from kernels.lib.ptx import copy_or_zero
-from kernels.lib.rows import load, store
+from kernels.lib.rows import WARP, load, store
 from kernels.lib.scores_at import THREADS
 from kernels.lib.selections import LANES_A_ROW
 from kernels.lib.wgmma import SLAB
@@ -91,25 +91,44 @@ class ListedBlocks:
         c = self.config
         if t < self.last:
             at, scale, there = self.place()
-            row0, chunk = thread // LANES_A_ROW, thread % LANES_A_ROW  # of every 16 rows, a thread copies from one
-            tile = smem.k[None, None, stage]
-            target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
-            row = row0 % INDEX_BLOCK
-            for i in cutlass.range_constexpr(KEYS * LANES_A_ROW // THREADS):
-                lane = i * (THREADS // LANES_A_ROW // INDEX_BLOCK) + row0 // INDEX_BLOCK
-                source = of_lane(at, lane) + (row * c.key_bytes + chunk * 16)
-                size = Int32(16) if row < cute.arch.shuffle_sync(there, lane) else Int32(0)
-                for slab in cutlass.range_constexpr(c.slabs):
-                    offset = (slab * KEYS + i * (THREADS // LANES_A_ROW)) * SLAB * 2
-                    copy_or_zero(target0 + offset, source + slab * SLAB * 2, size)
+            if cutlass.const_expr(c.of_4_bits):
+                self.copy_codes(smem.k[None, None, stage], at, there, thread)
+            else:
+                self.copy_rows(smem.k[None, None, stage], at, there, thread)
             if cutlass.const_expr(c.scaled):
                 lane = thread % KEYS // INDEX_BLOCK
                 source = of_lane(scale, lane) + thread % INDEX_BLOCK * 4
                 there = thread % INDEX_BLOCK < cute.arch.shuffle_sync(there, lane)
                 if thread < KEYS:
-                    copy_number(smem.scale.iterator + (stage * KEYS + thread), source, there)
+                    to = cute.recast_ptr(smem.scale.iterator, dtype=Float32) + (stage * KEYS + thread)
+                    copy_number(to, source, there)
             self.advance(t + 2)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def copy_codes(self, tile: cute.Tensor, at: Int64, there: Int32, thread: Int32):
+        """Copies a tile's keys of 4 bits, bytes (KEYS, KEY_BYTES): a warp a block at a time."""
+        c = self.config
+        for i in cutlass.range_constexpr(BLOCKS * WARP // THREADS):
+            block, part = i * (THREADS // WARP) + thread // WARP, thread % WARP
+            size = Int32(16) if part * 16 // c.key_bytes < cute.arch.shuffle_sync(there, block) else Int32(0)
+            target = tile.iterator.toint() + (block * WARP + part) * 16
+            copy_or_zero(target, of_lane(at, block) + part * 16, size)
+
+    @cute.jit
+    def copy_rows(self, tile: cute.Tensor, at: Int64, there: Int32, thread: Int32):
+        """Copies a tile's keys into slabs."""
+        c = self.config
+        row0, chunk = thread // LANES_A_ROW, thread % LANES_A_ROW  # of every 16 rows, a thread copies from one
+        target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
+        row = row0 % INDEX_BLOCK
+        for i in cutlass.range_constexpr(KEYS * LANES_A_ROW // THREADS):
+            lane = i * (THREADS // LANES_A_ROW // INDEX_BLOCK) + row0 // INDEX_BLOCK
+            source = of_lane(at, lane) + (row * c.key_bytes + chunk * 16)
+            size = Int32(16) if row < cute.arch.shuffle_sync(there, lane) else Int32(0)
+            for slab in cutlass.range_constexpr(c.slabs):
+                offset = (slab * KEYS + i * (THREADS // LANES_A_ROW)) * SLAB * 2
+                copy_or_zero(target0 + offset, source + slab * SLAB * 2, size)
 
 
 @cute.jit
