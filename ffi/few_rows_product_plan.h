@@ -32,8 +32,8 @@ inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
   return rows > limit ? TooLarge("rows * groups", rows * groups, kMaxExtent / 64) : "";
 }
 
-inline Plan<FewRowsProductArguments> PlanFewRowsProduct(const FewRowsProductShape& shape, float eps,
-                                                        const Tiles& tiles, const FewRowsProductAddresses& at) {
+inline Plan<FewRowsProductArguments> PlanFewRowsProduct(const FewRowsProductShape& shape, float eps, const Tiles& tiles,
+                                                        const FewRowsProductAddresses& at) {
   static constexpr uint32_t kSlab = 64;  // of k at a time, and columns of a box
   const auto& [rows, groups, k, n, type, makes_heads, takes_heads] = shape;
   const int64_t bytes = ElementBytes(type);
