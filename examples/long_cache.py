@@ -83,9 +83,18 @@ def attend(q, index_q, weights, window_cache, held, lengths, sink, *, mesh, rati
     return local(q, index_q, weights, window_cache, *held, lengths, sink)
 
 
+def attend_on_one(q, index_q, weights, window_cache, entries, keys, lengths, sink, *, ratio=4, topk=512, window=128):
+    """The same where one device has all entries and keys."""
+    how = {"ratio": ratio, "q_offset": lengths - q.shape[1]}
+    indices = lightning_indexer(index_q, keys, weights, topk=topk, **how)
+    how = {"lengths": lengths, "indices": indices, "sink": sink, "ratio": ratio, "window": window}
+    return dsv4_decode(q, window_cache, Cache(entries), **how)
+
+
 def main(b=2, tokens=1500, h=4, d=32, index_heads=4, d_index=16, topk=24, ratio=4):
     mesh = jax.make_mesh((jax.device_count(),), ("ring",))
-    count, capacity = tokens // ratio, TURN * mesh.size * 2
+    count, turn = tokens // ratio, TURN * mesh.size
+    capacity = -(-count // turn) * turn
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
     def normal(*shape):
@@ -103,12 +112,7 @@ def main(b=2, tokens=1500, h=4, d=32, index_heads=4, d_index=16, topk=24, ratio=
     step = jax.jit(functools.partial(attend, mesh=mesh, ratio=ratio, topk=topk))
     o, lse = step(q, index_q, weights, window_cache, held, lengths, sink)
 
-    @jax.jit
-    def on_one(q, index_q, weights, window_cache, entries, index_keys, lengths, sink):
-        how = {"ratio": ratio, "q_offset": lengths - 1}
-        indices = lightning_indexer(index_q, index_keys, weights, topk=topk, **how)
-        return dsv4_decode(q, window_cache, Cache(entries), lengths=lengths, indices=indices, sink=sink, ratio=ratio)
-
+    on_one = jax.jit(functools.partial(attend_on_one, ratio=ratio, topk=topk))
     want, want_lse = on_one(q, index_q, weights, window_cache, entries, index_keys, lengths, sink)
     off = float(jnp.max(jnp.abs(lse - want_lse)))
     on_each = [x.data.shape[1] for x in held.entries.addressable_shards]

@@ -152,5 +152,7 @@ def drafted(one, p, main, x):
     n, first = len(main), max(len(main) - one.window, 0)
     keys = [norm(z @ p["wkv"], p["kv_norm"], one.eps) for z in [*main[first:], *x]]
     keys = np.stack([turn(key, first + i, one.rope) for i, key in enumerate(keys)])
+    if one.fake_quantize:
+        keys = kept(keys, *((V4, one.rope.dims) if one.norm_heads else (WINDOW, 0)))
     c = [norm(z @ p["wq_a"], p["q_norm"], one.eps) for z in x]
     return np.stack([attended(one, p, z, n + i, keys) for i, z in enumerate(c)])

@@ -85,6 +85,7 @@ def run(model, params, tokens, main=None):
         if "engram" in p:
             found = [rows(model.engrams, i, params["words"], tokens, t) for t in range(len(tokens))]
             x = [recalled(p["engram"], params["tables"][str(i)], *y, eps) for y in zip(x, found, strict=True)]
+        entering = x
         for part in ("attention", "moe"):
             made = [connections(model, p[f"{part}_hc"], y, eps) for y in x]
             pre = before if model.delayed else [c[0] for c in made]
@@ -98,7 +99,7 @@ def run(model, params, tokens, main=None):
             x = [mix.T @ z + post[:, None] * f for (_, post, mix), z, f in zip(made, x, y, strict=True)]
             before = [c[0] for c in made]
         if i in model.seen:
-            means.append(np.stack([y.mean(0) for y in x]))
+            means.append(np.stack([y.mean(0) for y in (entering if model.delayed else x)]))
     if not model.delayed:
         p = params["hc"]
         before = [sigmoid(norm(y.ravel(), eps=eps) @ p["fn"] * p["scale"] + p["base"]) + model.hc_eps for y in x]

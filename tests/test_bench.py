@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, dsv4_decode
-from jax_dsv4_fmha._bench import SUITES, layer, measure, prompt, v41
+from jax_dsv4_fmha._bench import SUITES, devices, layer, measure, prompt, v41
 from jax_dsv4_fmha._bench.attention import FmhaRow, LayerRow, SparseRow
 from jax_dsv4_fmha._bench.decode import DecodeRow, LayersRow, permutations, step
 from jax_dsv4_fmha._bench.indexer import AttendedRow, InsideBlocksRow, ScoresRow, TopkRow
@@ -134,6 +134,35 @@ class TestBench:
         assert (short["cache_bytes"] < long["cache_bytes"]) == bool(ratio)
         record = {"name": rows[1].name, "flops": rows[1].flops, "matmul_flops_per_s": 1e12, "times": {"ours": long}}
         assert f"{long['cache_bytes'] / 1e6:.0f}\nthe host's clock" in prompt.table([record])
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            devices.SequenceRow(tokens=256, ratio=4, has_gradient=True),
+            devices.LongCacheRow(b=2, tokens=1024),
+            devices.SequenceRow(tokens=256, ratio=0, devices=9),
+        ],
+        ids=["sequence", "cache", "too many"],
+    )
+    def test_over_several_devices(self, row, small_layers, monkeypatch):
+        """Both programs give the same numbers, and a record says how long each takes; or why there is none."""
+        monkeypatch.setattr(devices, "FLASH", layer.FLASH)
+        monkeypatch.setattr(devices, "_BURST_SECONDS", 0)
+        monkeypatch.setattr(measure, "interleaved", lambda *_: {x: {"seconds": 1.0} for x in ("matmul", "copy")})
+        record = bench._measure_row(row, (), {}, 1)
+        if row.devices > jax.device_count():
+            assert set(record["skipped"]) == {"ours", "one"} and not record["times"]
+            assert f"{row.name}: RuntimeError: needs 9 devices, and JAX sees 8" in devices.table([record])
+            return
+        assert set(record["times"]) == {"ours", "one"} and not record["skipped"]
+        seconds = [record["times"][name]["seconds"] for name in ("one", "ours")]
+        assert f"{seconds[0] / seconds[1]:.2f}" in devices.table([record])
+        one, ours = (jax.tree.leaves(run()) for run in row.programs().values())
+        for x, y in zip(one, ours, strict=True):
+            assert len(x.sharding.device_set) == 1 and len(y.sharding.device_set) == 2
+            if isinstance(row, devices.SequenceRow):  # the parts of a drawn cache are not one device's in its order
+                x, y = (np.asarray(a, np.float32) for a in (x, y))
+                assert np.linalg.norm(x - y) <= 0.02 * np.linalg.norm(x)
 
     def test_work_of_a_long_prompt(self):
         """That of its chunks."""

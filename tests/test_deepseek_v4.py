@@ -38,6 +38,7 @@ V41 |= SIZES | {"index_head_dim": 32} | {
     "candidate_block_size": 4, "gate_temp": 1.5, "engram_layer_ids": [1, 3], "engram_num_embeddings": [72, 204],
     "engram_max_ngram_size": 4, "engram_n_heads": 2, "engram_head_dim": 64, "engram_vocab_size": 5,
     "engram_compressed_vocab_size": 23, "engram_pad_token_id": 2, "sliding_window": 8,
+    "dspark_target_layer_ids": [1, 4], "dspark_n_routed_experts": 6, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
 WINDOWS = {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2, "dspark_target_layer_ids": [0, 1]}
 CONFIGS = {"v4": common.SMALL | SIZES, "v4.1": {"text_config": V41}}
@@ -313,7 +314,7 @@ def checkpoint(model, directory, block):
         plain(f"{name}_fn", rows, n * m), plain(f"{name}_base", rows), plain(f"{name}_scale", parts)
 
     drafts, model = (model, model.model) if isinstance(model, DSpark) else (None, model)
-    m, n, e, i, v = model.hidden, model.streams, model.experts, model.inner, model.vocabulary
+    m, n, i, v = model.hidden, model.streams, model.inner, model.vocabulary
     plain("embed.weight", v, m), plain("head.weight", v, m), plain("norm.weight", m)
     if not model.delayed:
         connections("hc_head", n, 1)
@@ -321,15 +322,17 @@ def checkpoint(model, directory, block):
     if drafts:
         layers += [("mtp", number, layer) for number, layer in enumerate(drafts.stack.layers)]
         last = f"mtp.{layers[-1][1]}"
-        connections(f"{last}.hc_head", n, 1), plain(f"{last}.norm.weight", m), plain("mtp.0.main_norm.weight", m)
+        plain(f"{last}.norm.weight", m), plain("mtp.0.main_norm.weight", m)
         fp8("mtp.0.main_proj", m, len(model.seen) * m), plain(f"{last}.confidence_head.proj.weight", 1, m + drafts.rank)
-        plain(f"{last}.markov_head.markov_w1.weight", v, drafts.rank)
-        plain(f"{last}.markov_head.markov_w2.weight", v, drafts.rank)
+        for name in ("embed", "head") if model.delayed else ("markov_w1", "markov_w2"):
+            plain(f"{last}.markov_head.{name}.weight", v, drafts.rank)
+        if not model.delayed:
+            connections(f"{last}.hc_head", n, 1)
     for of, number, layer in layers:
-        at = f"{of}.{number}"
+        at, e = f"{of}.{number}", model.experts if of == "layers" else drafts.stack.experts
         for part in ("attn", "ffn"):
             plain(f"{at}.{part}_norm.weight", m), connections(f"{at}.hc_{part}", (2 + n) * n, 3)
-        if model.engrams is not None and number in model.engrams.layers:
+        if of == "layers" and model.engrams is not None and number in model.engrams.layers:
             grams = model.engrams
             fp8(f"{at}.engram.embed", grams.rows[grams.layers.index(number)], grams.d, 1, 32)
             fp8(f"{at}.engram.wkv", (n + 1) * m, grams.d * grams.heads * (grams.longest - 1))
@@ -449,11 +452,18 @@ def test_checkpoint_of_v41(tmp_path):
     """Tables stay in FP8, by parts on every device; the tokenizer gives words."""
     sizes = {"num_hidden_layers": 2, "compress_ratios": [0, 0], "kv_source_layer_ids": [], "index_source_layer_ids": []}
     sizes |= {"engram_layer_ids": [1], "engram_num_embeddings": [72], "engram_compressed_vocab_size": 6}
-    model = Model.from_config(V41 | sizes)
-    values = checkpoint(model, tmp_path, 32)
+    drafts = DSpark.from_config(V41 | sizes | {"dspark_target_layer_ids": [0, 1]})
+    values, model = checkpoint(drafts, tmp_path, 32), drafts.model
     tokenizer(tmp_path, TOKENS)
     with common.mesh_of(1, 2) as mesh:
-        params = load(model, tmp_path, jnp.float32, mesh)
+        params = load(drafts, tmp_path, jnp.float32, mesh)
+        own = params.pop("drafts")
+        jax.tree.map(np.testing.assert_array_equal, params, load(model, tmp_path, jnp.float32, mesh))
+        for name, tensor in (("w1", "embed"), ("w2", "head")):
+            want = values[f"mtp.1.markov_head.{tensor}.weight"]
+            np.testing.assert_array_equal(own[name], want if name == "w1" else want.T)
+        assert drafts.stack.chosen == 2 and own["layers"][1]["moe"]["w2"].shape[0] == 6 and "hc" not in own
+        np.testing.assert_array_equal(own["layers"][0]["moe"]["w2"][5], values["mtp.0.ffn.experts.5.w2.weight"].T)
         table, engram = params["tables"]["1"], params["layers"][1]["engram"]
         assert table["rows"].dtype == jnp.float8_e4m3fn and table["rows"].sharding.shard_shape((72, 64)) == (72, 32)
         got = np.asarray(table["rows"], np.float32) * np.repeat(np.asarray(table["scales"], np.float32), 32, 1)
@@ -565,9 +575,12 @@ def test_a_random_v41(monkeypatch, capsys):
     assert layers[2].indexer.candidate_blocks and layers[4].indexer.within_candidates
 
 
-def test_drafts():
-    """Against loops in float64, after a prompt in chunks and steps whose drafts are taken back."""
-    model, params = random(DSpark.from_config(common.SMALL | SIZES | WINDOWS))
+@pytest.mark.parametrize("config", [common.SMALL | SIZES | WINDOWS, CONFIGS["v4.1"]], ids=["v4", "v4.1"])
+def test_drafts(config):
+    """Against loops in float64, after a prompt in chunks and steps whose drafts are taken back. V4.1's layers
+    for drafts see the streams behind an engram and before the last layer, round latents, and have fewer experts.
+    """
+    model, params = random(DSpark.from_config(config))
     read, steps, propose = (jax.jit(f) for f in (model.read, model.steps, model.propose))
     tokens, caches, ends = prompts(2, 40), model.cache(3, 48, jnp.float32, steps=4), np.array([19, 9, 0], np.int32)
     rows = np.concatenate([tokens, tokens[:1]])

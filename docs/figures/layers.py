@@ -4,6 +4,7 @@ from typing import Any
 
 from .peers import beside
 from .records import (
+    DEVICES,
     INDEXER,
     KINDS,
     LAYER,
@@ -156,6 +157,22 @@ def long_prompts() -> str:
         )
     rows.sort(key=lambda row: row[1])
     return table("tokens | layer | s | µs a token | MB of the cache | MB of a chunk's program", rows)
+
+
+def devices() -> str:
+    """A long sequence over several GPUs, beside one of them."""
+    rows = []
+    for row in suite(DEVICES, "devices"):
+        case, times = row["case"], [row["times"][name]["seconds"] for name in ("one", "ours")]
+        kind = f"ratio {case['ratio']}" if case["ratio"] else "a window alone"
+        if case["op"] == "long_cache":
+            work = f"step, b {case['b']}, {case['tokens'] >> 10} Ki tokens, {kind}, the cache shared out"
+        else:
+            work = f"{'gradient and ' * case['has_gradient']}prompt of {case['tokens'] >> 10} Ki, {kind}"
+        rows.append([work, *(f"{x * 1e3:.2f}" for x in times), f"{times[0] / times[1]:.2f}"])
+    found = DEVICES["devices"]
+    where = f"{len(found)} × {found[0]['name']}, {DEVICES['date'][:10]}, jax {DEVICES['versions']['jax']}:"
+    return "\n\n".join([where, table("one sequence, or one cache, over two GPUs | one, ms | two, ms | times", rows)])
 
 
 def whole_model() -> str:

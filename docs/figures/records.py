@@ -20,7 +20,7 @@ FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
 
 
-PROMPTS, MODEL, PRODUCTS = map(load, ("h200_prompt", "h200_model", "h100_products"))
+PROMPTS, MODEL, PRODUCTS, DEVICES = map(load, ("h200_prompt", "h200_model", "h100_products", "h100_devices"))
 
 
 STEPS, WITNESSED, FORMS = map(load, ("h200_steps", "witnesses", "blackwell_forms"))

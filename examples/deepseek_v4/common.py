@@ -35,7 +35,7 @@ OF_V41 = {
     "candidate_block_size": 4, "layer_types": None, "compress_rate_hca": None, "num_hash_layers": 0, "gate_temp": 1.5,
     "engram_layer_ids": [1], "engram_num_embeddings": [72], "engram_max_ngram_size": 4, "engram_n_heads": 2,
     "engram_head_dim": 64, "engram_vocab_size": 5, "engram_compressed_vocab_size": 23, "engram_pad_token_id": 2,
-    "dspark_block_size": None,
+    "dspark_target_layer_ids": [1, 3], "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
 """What V4.1's differs in: layers that read others' entries and choices, and an engram"""
 
@@ -90,10 +90,11 @@ def opened(
 ) -> tuple[Model | DSpark, dict[str, Any]]:
     """The model of a directory with its parameters, as `load` makes them, or one with random parameters.
 
-    drafts: with its layers for drafts, if the config has some that are read.
+    drafts: with its layers for drafts, if the config has some.
     """
     config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else config_of(random)
-    model = (DSpark if drafts and config.get("dspark_block_size") else Model).from_config(config)
+    has_drafts = bool((config.get("text_config") or config).get("dspark_block_size"))
+    model = (DSpark if drafts and has_drafts else Model).from_config(config)
     if checkpoint:
         return model, load(model, checkpoint, dtype, mesh, on_terminal, packed)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())

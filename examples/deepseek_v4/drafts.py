@@ -1,4 +1,4 @@
-"""DSpark, V4's own drafts: three layers that propose a block of tokens at once, which the model then verifies.
+"""DSpark, the model's own drafts: three layers that propose a block of tokens at once, which the model then verifies.
 
     main = norm(w [means of the streams after the model's last layers])        of each token that the model has read
     X    = copies of the embeddings of the model's last token and of a placeholder, block - 1 times
@@ -6,6 +6,8 @@
         and the latents of main, made by the same weights
     logits of draft i = head norm(pre · X) + w2 w1[draft i - 1]                a bigram table of low rank
 
+V4.1's are as these, but for what differs in its layers, and two things: the means are of the streams before the named
+layers, and the layers for drafts have fewer experts than the model's.
 The embedding and the head are the model's. (A checkpoint also has a head that says how sure each draft is, which is not
 read here: as many drafts as a step has room for are verified.)
 """
@@ -42,16 +44,18 @@ class DSpark:
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "DSpark":
         """Of a config.json, as `Model.from_config`; raises ValueError if the model has no such layers."""
-        c = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-        model = Model.from_config(c)
-        if c.get("dspark_block_size") is None or model.delayed:
-            raise ValueError(
-                "config: wanted V4's dspark_block_size, …, for drafts of the model's own; V4.1's are not read"
-            )
-        more = len(c.get("compress_ratios", ())) - len(model.layers)
+        entries = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+        c, model = entries.get("text_config") or entries, Model.from_config(entries)
+        if c.get("dspark_block_size") is None:
+            raise ValueError("config: wanted dspark_block_size, …, for drafts of the model's own")
+        more = len(c.get("compress_ratios") or ()) - len(model.layers)
         n = c.get("n_mtp_layers") or (more if more > 0 else 3)
         kinds = {"layer_types": ["sliding_attention"] * n, "compress_ratios": [0] * n, "num_hash_layers": 0}
-        stack = Model.from_config({**c, **kinds, "mlp_layer_types": None, "num_hidden_layers": n, "n_layers": n})
+        sizes = {"num_hidden_layers": n, "n_layers": n, "mlp_layer_types": None, "engram_layer_ids": None}
+        stack = Model.from_config({**c, **kinds, **sizes})
+        experts = c.get("dspark_n_routed_experts") or stack.experts
+        chosen = c.get("dspark_num_experts_per_tok") or c.get("dspark_n_activated_experts") or stack.chosen
+        stack = dataclasses.replace(stack, experts=experts, chosen=chosen)
         model = dataclasses.replace(model, seen=tuple(c["dspark_target_layer_ids"]))
         return cls(model, stack, c["dspark_block_size"], c["dspark_noise_token_id"], c["dspark_markov_rank"])
 

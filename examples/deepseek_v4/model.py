@@ -90,7 +90,7 @@ class Model:
     """whether a sublayer takes in the streams by the numbers that the sublayer before it made (V4.1)"""
     engrams: Engrams | None = None
     seen: tuple[int, ...] = ()
-    """layers after which drafts see the streams' mean"""
+    """layers of which drafts see the streams' mean: after the layer, in V4.1 before it"""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "Model":
@@ -231,11 +231,13 @@ class Model:
         at: int32 `[b]`: the logits `[b, 1, vocabulary]` of this token of each sequence alone.
         """
         x, after, means, shared = self.embedded(params, tokens), [], [], Shared()
-        for i in range(len(self.layers)):
-            x, out, _ = self.block(i, params, params["layers"][i], x, tokens, rows.get(i), caches[i], shared, attend)
+        for i, p in enumerate(params["layers"]):
+            before = self.reminded(i, params, p, x, rows.get(i))
+            x, out, _ = self.block(i, params, p, before, tokens, caches[i], shared, attend)
             shared, after = shared.after(out), [*after, out.cache]
             if i in self.seen:
-                means.append(x.x.mean(2, dtype=jnp.float32).astype(x.x.dtype))
+                seen = (before if self.delayed else x).x
+                means.append(seen.mean(2, dtype=jnp.float32).astype(seen.dtype))
         if at is not None:
             x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
         return Forward(self.logits(params, x), after, jnp.concatenate(means, -1) if means else None)
@@ -246,6 +248,13 @@ class Model:
         x = jnp.broadcast_to(x[:, :, None], (*tokens.shape, self.streams, self.hidden))
         return Streams(x, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
 
+    def reminded(self, i: int, params: Any, p: Any, streams: "Streams", rows: jax.Array | None) -> "Streams":
+        """The streams before layer i, with parameters p, and what its engram recalls, if it has one."""
+        if rows is None:
+            return streams
+        x = recalled(p["engram"], params["tables"][str(i)], streams.x, rows, self.layers[i].eps)
+        return streams._replace(x=x)
+
     def block(
         self,
         i: int,
@@ -253,15 +262,12 @@ class Model:
         p: Any,
         streams: "Streams",
         tokens: jax.Array,
-        rows: jax.Array | None,
         cache: Any,
         shared: Shared,
         attend: Callable[..., Output],
     ) -> tuple["Streams", Output, jax.Array]:
         """Layer i, with parameters p: the streams after it; attention's output; how many tokens each expert got."""
         layer, (x, before) = self.layers[i], streams
-        if rows is not None:
-            x = recalled(p["engram"], params["tables"][str(i)], x, rows, layer.eps)
         pre, post, mix = self.connections(p["attention_hc"], x)
         y = norm(joined(before if self.delayed else pre, x), p["attention_norm"], layer.eps)
         out = attend(layer, p["attention"], y, cache, shared)

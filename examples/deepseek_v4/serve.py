@@ -151,7 +151,7 @@ def arguments() -> dict:
         (
             "speculate",
             0,
-            "drafts of a request in a step, at most: the model's own, if it has layers for them that are read",
+            "drafts of a request in a step, at most: the model's own, if it has layers for them",
         ),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")

@@ -119,7 +119,7 @@ def of_layer(model: Model, params: Any, work: Work, calls: int) -> float:
             return layer(p, x, cache, shared, start=lengths - work.tokens, lengths=lengths)
 
         streams = Streams(x, jnp.ones(x.shape[:3]))
-        streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, None, cache, Shared(), attend)
+        streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, cache, Shared(), attend)
         return out.cache, streams.x
 
     (cache,) = random(model.cache(work.b, work.context, common.compute_dtype()).layers)

@@ -60,7 +60,8 @@ def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, toke
             return layer(p, x, shared=shared)
 
         p = ready(p, "layers", i)
-        streams, out, load = model.block(i, fixed, p, streams, tokens, rows.get(i), None, shared, attend)
+        streams = model.reminded(i, fixed, p, streams, rows.get(i))
+        streams, out, load = model.block(i, fixed, p, streams, tokens, None, shared, attend)
         choice = out.choice(shared)
         of_indexer = 0.0 if choice is None else indexer_loss(**choice._asdict(), sink=p["attention"]["sink"]).mean()
         return streams, shared.after(out), jnp.float32(of_indexer), load

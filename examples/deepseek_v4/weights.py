@@ -172,13 +172,14 @@ def sources(model: Model, at: str = "layers") -> dict[str, Any]:
 
 def sources_of_drafts(model: DSpark) -> dict[str, Any]:
     last = f"mtp.{len(model.stack.layers) - 1}"
+    w1, w2 = ("embed", "head") if model.model.delayed else ("markov_w1", "markov_w2")
     return {name: x for name, x in sources(model.stack, "mtp").items() if name not in SHARED} | {
         "main": ("mtp.0.main_proj.weight", (1, 0)),
         "main_norm": ("mtp.0.main_norm.weight", (0,)),
-        "hc": connections(f"{last}.hc_head"),
+        **({} if model.model.delayed else {"hc": connections(f"{last}.hc_head")}),
         "norm": (f"{last}.norm.weight", (0,)),
-        "w1": (f"{last}.markov_head.markov_w1.weight", (0, 1)),
-        "w2": (f"{last}.markov_head.markov_w2.weight", (1, 0)),
+        "w1": (f"{last}.markov_head.{w1}.weight", (0, 1)),
+        "w2": (f"{last}.markov_head.{w2}.weight", (1, 0)),
     }
 
 

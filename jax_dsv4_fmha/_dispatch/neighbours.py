@@ -40,8 +40,16 @@ def sent(x: jax.Array, hop: int, mesh_axes: tuple[str, ...], shards: int) -> jax
     return as_bits(lambda x: lax.ppermute(x, mesh_axes, to), x)
 
 
+def mirrored(x: jax.Array, mesh_axes: tuple[str, ...], shards: int) -> jax.Array:
+    """The x of the device that is as far from the last one as this one is from the first."""
+    return as_bits(lambda x: lax.ppermute(x, mesh_axes, [(i, shards - 1 - i) for i in range(shards)]), x)
+
+
 def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """move(x), which only moves x. Floats of 16 bits travel as integers: XLA may widen floats first, and move more."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
+    """move(x), which only moves x. Floats of 16 and 8 bits travel as integers: XLA may widen floats first, and move
+    more.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return move(x)
-    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+    bits = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, bits)), x.dtype)

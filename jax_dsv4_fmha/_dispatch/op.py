@@ -53,6 +53,8 @@ class Op:
     is_mapped: bool = True
     """whether jax.vmap gives the kernel another batch axis; otherwise the reference runs under it"""
     halo: Halo | None = None
+    triangle: str | None = None
+    """the axis of keys that takes the op's time, where a later query sees more of them"""
 
 
 ONE_OR_B = "b*"

@@ -174,9 +174,10 @@ def _choosing(
     kernel: Callable[..., Arrays],
     blocks: tuple[Callable[..., Arrays], Callable[..., Arrays]],
     within: tuple[Callable[..., Arrays], Callable[..., Arrays]],
+    triangle: str | None = None,
 ) -> Ops:
     """Ops of (q, weights, *keys, start, stop): one chooses entries, another also gives their scores; and those of a
-    choice in two levels, each with its reference and its kernel."""
+    choice in two levels, each with its reference and its kernel. triangle: the keys' axis, as in `Op`."""
     given = (TRAINED[0], TRAINED[2], *keys)
     operands = (*given, *SPAN)
 
@@ -184,15 +185,23 @@ def _choosing(
         return kernel(*operands, topk=topk, return_scores=False)[:1]
 
     return Ops(
-        Op("lightning_indexer", operands, (INDICES,), lambda *x, topk: reference(*x, topk=topk)[:1], choose),
+        Op(
+            "lightning_indexer",
+            operands,
+            (INDICES,),
+            lambda *x, topk: reference(*x, topk=topk)[:1],
+            choose,
+            triangle=triangle,
+        ),
         Op(
             "lightning_indexer",
             operands,
             (INDICES, SCORES_THERE),
             reference,
             functools.partial(kernel, return_scores=True),
+            triangle=triangle,
         ),
-        Op("indexer_blocks", operands, (Axes("blocks", "b s_q count"),), *blocks),
+        Op("indexer_blocks", operands, (Axes("blocks", "b s_q count"),), *blocks, triangle=triangle),
         Op(
             "lightning_indexer",
             (*given, Axes("blocks", "b s_q n"), *SPAN),
@@ -208,6 +217,7 @@ _OF_ARRAYS = _choosing(
     raw.lightning_indexer,
     (definition.greatest_blocks, two_levels.greatest_blocks),
     (definition.select_within, two_levels.choose_within),
+    triangle="s_c",
 )
 _OF_PAGES = {
     packed: _choosing(
