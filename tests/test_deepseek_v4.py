@@ -638,10 +638,10 @@ def test_engrams_take_words_back():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculate", [0, 3])
-def test_requests_that_begin_alike(speculate):
+@pytest.mark.parametrize("speculate, own", [(0, False), (3, False), (3, True)], ids=["", "looked up", "its own drafts"])
+def test_requests_that_begin_alike(speculate, own):
     """V4.1, whose engrams remember words: the place that read the beginning keeps its own while others come and go."""
-    model, params = small("v4.1")
+    model, params = random(DSpark.from_config(CONFIGS["v4.1"])) if own else small("v4.1")
     rng, beginning = np.random.default_rng(0), np.arange(34, dtype=np.int32)
     how = {"chunk": 16, "page": 16, "pages": 6, "beginning": beginning, "speculate": speculate}
     server = Server(model, model.joined(params), jnp.float32, 2, 64, **how)
