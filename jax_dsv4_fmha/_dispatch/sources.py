@@ -372,8 +372,8 @@ def _span_and_pool(window: SpanSource, source: SelectionSource) -> Sequence[Any]
 def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
     """The given source as one of two; queries see nothing of the other."""
     pool = source.flat()
-    nothing = jnp.minimum(pool.length, 0)  # of zeros XLA would make an array in every step, and of indices another
-    return jax.tree.leaves([pool, dataclasses.replace(pool, length=nothing)])
+    nothing = jnp.zeros_like(pool.length)
+    return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
 
 
 def _pools_after_none(source: SelectionSource, first: str) -> Sequence[Any]:
