@@ -245,8 +245,9 @@ def multiply(op: AsyncOp, access: Access, cta: Cta, x: Product, right: Array) ->
     left, known = operand_a(op, access, cta, x)
     integers = x.shape.dtypes[0] in (np.uint8, np.int8)
     with np.errstate(all="ignore"):
-        # [folds, rows, N / folds] of [folds, rows, K] and [folds, K, N / folds]
-        values = left @ right.reshape(len(left), n // len(left), -1).transpose(0, 2, 1)
+        # [folds, rows, N / folds] of [folds, rows, K] and [folds, K, N / folds]; in float64, as in `wgmma.product`
+        columns = right.reshape(len(left), n // len(left), -1).transpose(0, 2, 1)
+        values = left.astype(np.float64) @ columns.astype(np.float64)
         values = values.transpose(1, 0, 2).reshape(x.rows, n).astype(np.int32 if integers else np.float32)
         defined = np.repeat(known, n // known.shape[1], 1)
         if x.adds:
