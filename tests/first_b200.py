@@ -33,8 +33,9 @@ from interpreter.machine.hazards import Fault
 from interpreter.machine.state import Array
 from tests.rates import RATES
 from tests.test_ptx_clusters import PROGRAMS
-from tests.test_ptx_forms import COPIES, PRODUCTS, copied, gathered, product_named
+from tests.test_ptx_forms import gathered
 from tests.test_ptx_pairs import PAIRS
+from tests.test_ptx_product_forms import COPIES, PRODUCTS, copied, product_named
 
 ROOT = Path(__file__).parents[1]
 TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}

@@ -14,7 +14,7 @@ import numpy as np
 from interpreter import clocks
 from interpreter.machine.copies import TensorMap
 from interpreter.machine.handwritten import SYNC, Handwritten, wait
-from tests.test_ptx_forms import product
+from tests.test_ptx_product_forms import product
 
 BEGIN, END = "// the clock begins", "// the clock ends"
 THREADS = 128

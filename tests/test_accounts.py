@@ -17,7 +17,7 @@ from interpreter.machine.handwritten import Handwritten
 from kernels.compare import nvdisasm
 from kernels.cubin import read_code
 from tests import first_b200, rates
-from tests.test_ptx_forms import product
+from tests.test_ptx_product_forms import product
 
 RECORD = json.loads((Path(__file__).parents[1] / "docs" / "clocks.json").read_text())
 PORT = 128  # bytes a clock of shared memory

@@ -13,7 +13,7 @@ from interpreter.kernels.launch import Kernel, launch
 from interpreter.kernels.native import variant_of
 from interpreter.machine.handwritten import Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Race
-from tests.test_ptx_forms import product
+from tests.test_ptx_product_forms import product
 
 MUFU = HOPPER["mufu"].value
 BULK = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"

@@ -9,7 +9,8 @@ from interpreter.edits import replacing
 from interpreter.machine.handwritten import SYNC, Handwritten, wait
 from interpreter.machine.hazards import Fault, Leak, Misuse, Race
 from interpreter.machine.rules import CHIP, MANUAL, Rule
-from tests.test_ptx_forms import BULK, PRODUCTS, product
+from tests.test_ptx_forms import BULK
+from tests.test_ptx_product_forms import PRODUCTS, product
 
 SEEDS = range(6)
 DENSE, D = product()

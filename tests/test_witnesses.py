@@ -15,7 +15,7 @@ from interpreter.witnesses.__main__ import QUICK, chosen, parser, write
 from interpreter.witnesses.catalogue import WITNESSES
 from interpreter.witnesses.recording import Recording
 from interpreter.witnesses.verdict import answer, broken, difference, edits, plant
-from tests.test_ptx_forms import product
+from tests.test_ptx_product_forms import product
 
 DOCS = Path(__file__).parents[1] / "docs"
 
