@@ -32,7 +32,8 @@ from kernels.lib.ptx import load_four_of, round_pair, store_shared_two
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, row_of
 from kernels.lib.softmax import by_row
 from kernels.lib.tiles import TileAllocator
-from kernels.lib.turned import turn_chunk, turned
+from kernels.lib.turned import CHUNK as TURNED_AT_ONCE
+from kernels.lib.turned import MINE, QUAD, chunk_of, turn_chunk, turned
 from kernels.lib.wgmma import (
     MN_MAJOR,
     SLAB,
@@ -167,7 +168,7 @@ class FewRowsProductSm90(Kernel):
         a = operand_a(mma, cute.local_tile(x, (ROWS_OF_WARPGROUP, SLAB), (row_tile, 0, None)))
         b = operand_b(mma, transposed(cute.local_tile(w, (SLAB, c.mma_n), (0, part, None))))
         acc = accumulator(mma, c.mma_n)
-        rotations = cute.make_rmem_tensor((16, c.row_tiles), Float32)
+        rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
         if cutlass.const_expr(c.turns_back):
             read_rotations(turn[0], rotations, row0, rows)
         for t in cutlass.range(last - first, unroll=1):
@@ -182,7 +183,7 @@ class FewRowsProductSm90(Kernel):
                 with cute.arch.elect_one():
                     ring.at(t - 1).arrive_empty()
         warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # nobody reads a stage any more
+        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # all stages have been read
         sums = by_row(acc)
         for r in cutlass.range_constexpr(ROWS):
             row = row_tile * ROWS_OF_WARPGROUP + row_of(thread, r)
@@ -192,15 +193,12 @@ class FewRowsProductSm90(Kernel):
 
     @cute.jit
     def turn_back(self, x: cute.Tensor, stage: Int32, rotations: cute.Tensor):
-        """All consumers turn a tile of x: a thread two chunks of 16 bytes of one row of 64."""
+        """All consumers turn a tile of x, which is a slab: a thread MINE chunks of one row of 64."""
         c, thread = self.config, cute.arch.thread_idx()[0]
-        words = cute.recast_ptr(x.iterator, dtype=Uint32)
         for i in cutlass.range_constexpr(c.row_tiles):
-            row = i * ROWS_OF_WARPGROUP + thread // 4
-            for j in cutlass.range_constexpr(2):
-                at = (stage * c.tile_m + row) * SLAB + ((thread % 4 * 2 + j) ^ (row % 8)) * 8
-                chunk = cute.make_tensor((words + at // 2).align(16), cute.make_layout(4))
-                turn_chunk(cute.recast_tensor(chunk, x.element_type), rotations[None, i], 8 * j)
+            row = i * ROWS_OF_WARPGROUP + thread // QUAD
+            for j in cutlass.range_constexpr(MINE):
+                turn_chunk(chunk_of(x, stage, row, thread, j), rotations[None, i], TURNED_AT_ONCE * j)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=TURNED, number_of_threads=CONSUMERS * WARPGROUP)
 
@@ -276,12 +274,12 @@ class FewRowsProductSm90(Kernel):
 @cute.jit
 def read_rotations(table: cute.Pointer, rotations: cute.Tensor, row0: Int32, rows: Int32):
     """cos and -sin for a thread's chunks of each row of 64."""
-    thread = cute.arch.thread_idx()[0]
+    thread, numbers = cute.arch.thread_idx()[0], cute.size(rotations, mode=[0])
     for i in cutlass.range_constexpr(cute.size(rotations, mode=[1])):
-        row = cutlass.min(row0 + i * ROWS_OF_WARPGROUP + thread // 4, rows - 1)
-        place = (table + (Int64(row) * DIMS + thread % 4 * 16)).align(16)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(16)), rotations[None, i])
-        for j in cutlass.range_constexpr(8):
+        row = cutlass.min(row0 + i * ROWS_OF_WARPGROUP + thread // QUAD, rows - 1)
+        place = (table + (Int64(row) * DIMS + thread % QUAD * numbers)).align(16)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(numbers)), rotations[None, i])
+        for j in cutlass.range_constexpr(numbers // 2):
             rotations[2 * j + 1, i] = -rotations[2 * j + 1, i]
 
 
