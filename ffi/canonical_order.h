@@ -15,7 +15,7 @@ struct CanonicalOrder {
   static constexpr std::string_view kArch = "sm_90a";
   static constexpr std::string_view kTargets[] = {"mha_fwd", "mla_sparse_fwd", "csa_fwd",
                                                   "hca_fwd", "mla_span_fwd",   "dsv4_decode"};
-  // Of these, those that want a tile of rows to have heads of one query.
+  // Targets whose kernels have the order only where a tile of rows has heads of one query.
   static constexpr std::string_view kOfTiles[] = {"hca_fwd", "mla_span_fwd"};
   static constexpr int64_t kTile = 64;  // heads
 

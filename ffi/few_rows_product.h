@@ -13,7 +13,7 @@ struct FewRowsProduct {
   using Kernels = std::array<Launcher*, 1>;
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
-    const bool makes_heads = call.w.dimensions.size() == 3 && call.x.dimensions.size() == 3;
+    const bool makes_heads = call.x.dimensions.size() == 3;
     *shape = {.rows = n.b * n.s_q,
               .groups = makes_heads ? 1 : n.g,
               .k = n.k,

@@ -173,7 +173,7 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
-// Of the same array tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
+// The same array as tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
 // t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
 inline TensorArgument CutKeys(const RowShape& shape, int64_t s_kv, int64_t tile_n, void* address) {
   const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;

@@ -58,8 +58,8 @@ def rows(*names: str) -> Params:
 
 
 def keys(*names: str, source: int) -> Params:
-    """Maps of arrays like k: [d, s_kv, h_kv, b]. Of `cut_k` there are tiles: [d, tile_n, s_kv + 1, h_kv, b], of which a
-    box has as many keys as are wanted, and zeros.
+    """Maps of arrays like k: [d, s_kv, h_kv, b]. `cut_k` is a map of tiles, [d, tile_n, s_kv + 1, h_kv, b]: a box has
+    as many keys as are wanted, and then zeros.
     """
     return tuple(Param(name, kind, source) for name in names for kind in ("map", "extents3"))
 

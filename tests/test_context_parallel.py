@@ -210,18 +210,25 @@ def test_layer_elsewhere(name, packed, devices, kind):
 def test_model(name, kind):
     """All layers, of which V4.1's take entries, choices and candidates of earlier ones.
 
-    Without V4.1's rounding: a number near a tie may be rounded to the other side on a mesh, and another entry chosen.
+    They are equal without V4.1's rounding. With it a number near a tie may be rounded to the other side on a mesh, and
+    another entry chosen, so that a few tokens differ.
     """
 
-    def run(layer, p, x, shared, _):
+    def plain(layer, p, x, shared, _):
         indexer = layer.indexer and dataclasses.replace(layer.indexer, fake_quantize=False)
         return dataclasses.replace(layer, fake_quantize=False, indexer=indexer)(p, x, shared=shared)
 
-    f, x = stack(name, run), normal(3, 2, 64, 24)
+    assert_close(*on_mesh_and_alone(stack(name, plain), kind))
+    got, want = on_mesh_and_alone(stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared)), kind)
+    assert np.mean(np.isclose(got, want, rtol=1e-4, atol=1e-4).all(-1)) > 0.8
+
+
+def on_mesh_and_alone(f, kind):
+    x = normal(3, 2, 64, 24)
     mesh = mesh_of(kind, 4)
     with jax.set_mesh(mesh):
         got = jax.jit(lambda x: f(x)[0])(jax.device_put(x, NamedSharding(mesh, P(None, "context"))))
-    assert_close(got, jax.jit(lambda x: f(x)[0])(x))
+    return got, jax.jit(lambda x: f(x)[0])(x)
 
 
 @pytest.mark.fuzz

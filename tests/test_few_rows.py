@@ -130,7 +130,7 @@ def test_kernels_are_right(rows, dtype):
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
-    """Of a whole layer, in batches of 1 to 100 of 128 sequences of different lengths."""
+    """A whole layer steps 128 sequences of different lengths, and then 1 to 100 of them."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
     sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
     layer = dataclasses.replace(from_config(MODELS["v4"] | sizes)[kind], batch_invariant=True)

@@ -28,12 +28,12 @@ def of(op, parts=1, max_rows=64, to_float32=False, dtype="bfloat16"):
     return next((v for v in BUILT.values() if v.op == op and v.choices == choices), None)
 
 
-PRODUCT, HEADS = "few_rows_product", "few_rows_product_norm_rope"
+PRODUCT, HEADS, TURNED = (f"few_rows_product{what}" for what in ("", "_norm_rope", "_of_turned"))
 needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
 
 
 @needs_kernels
-@pytest.mark.parametrize(("op", "parts"), [(PRODUCT, 4), (HEADS, 1)])
+@pytest.mark.parametrize(("op", "parts"), [(PRODUCT, 4), (HEADS, 1), (TURNED, 2)])
 def test_a_row_has_the_same_bits_in_any_company(op, parts):
     """Alone, among others, in another place, by the kernel for more rows, and in its second tile of rows."""
     few, more = (of(op, parts, rows) for rows in (64, ANY))
@@ -63,7 +63,7 @@ def another_part(text):
 
 
 def the_first_meeting_is_left_out(text):
-    """Of the cluster's CTAs: sums are read before they are there."""
+    """A warp reads sums of CTAs that may not have made them."""
     for pattern in (r"barrier\.cluster\.arrive", r"barrier\.cluster\.wait"):
         text = edits.drop(text, pattern, slice(0, 1))
     return text
@@ -87,6 +87,16 @@ def one_mean_too_few(text):
     return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
 
 
+def turned_numbers_are_not_awaited(text):
+    """A warpgroup multiplies numbers that the other one has not turned yet."""
+    return edits.drop(text, r"bar\.sync\s+2")
+
+
+def turned_without_a_fence(text):
+    """A product may read what was there before the turn."""
+    return edits.drop(text, r"fence\.proxy\.async")
+
+
 FAULTS = [
     PlantedFault("a tile of k is left out", PRODUCT, Wrong, "974 of 1000", parameters={"k": lambda k: k - 64}),
     PlantedFault("a row is left out", PRODUCT, Wrong, "200 of 1000 .* nan", parameters={"rows": lambda n: n - 1}),
@@ -97,6 +107,10 @@ FAULTS = [
     PlantedFault(
         "the first meeting is left out", PRODUCT, Race, "nothing tells that it has begun", the_first_meeting_is_left_out
     ),
+    PlantedFault(
+        "turned numbers are not awaited", TURNED, Race, "reads SMEM .* nothing orders", turned_numbers_are_not_awaited
+    ),
+    PlantedFault("turned without a fence", TURNED, Race, r"no fence\.proxy\.async after", turned_without_a_fence),
     PlantedFault("the last meeting is left out", PRODUCT, Race, "which has ended", the_last_meeting_is_left_out),
 ]
 
@@ -114,7 +128,12 @@ def test_fault(fault):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("sizes", "says"), [({"n": 12}, "n is 12, wanted a multiple of 8"), ({"rows": 0}, "rows is 0, wanted at least 1")]
+    ("sizes", "says"),
+    [
+        ({"n": 12}, "n is 12, wanted a multiple of 8"),
+        ({"rows": 0}, "rows is 0, wanted at least 1"),
+        ({"takes_heads": 1}, "k is 64, wanted heads of 512"),
+    ],
 )
 def test_the_launch_refuses(sizes, says):
     shape = {

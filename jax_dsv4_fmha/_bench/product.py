@@ -28,7 +28,7 @@ class ProductRow(CallRow):
 
     b: int
     what: str
-    """of `WHAT`"""
+    """one of `WHAT`"""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class ProductRow(CallRow):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the rows, and of the matrix."""
+        """The shapes of the rows and of the matrix."""
         layer = self.layer
         groups, of_group = layer.o_groups, layer.heads // layer.o_groups * layer.d
         if self.what.startswith("x,"):
