@@ -574,8 +574,10 @@ class IndexQuery(Variant):
         return (*each("address", "x", "table", "codes", "scales"), *each("int32", "rows", "heads"))
 
 
-POOL = ("width", "room", "page", "pages")
-"""of a cache: pages and entries of a sequence; entries of a page, 0 without a block table; pages of the pool"""
+POOL = ("width", "room", "page", "pages", "stride")
+"""of a cache: pages and entries of a sequence; entries of a page, 0 without a block table; pages of the pool; without a
+block table, slots from one sequence to the next
+"""
 
 
 @dataclass(frozen=True)

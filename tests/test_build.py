@@ -162,7 +162,7 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_kv_insert(x.shape, 1.0, tile_m=1)
     elif isinstance(variant, SeenSlots):
         sizes = {"b": 2, "s_q": 3, "window": 9, "ratio": 4, "n_position": 1, "n_topk_length": 0, "n_far": 5, "topk": 5}
-        pool = {"width": 2, "room": 16, "page": 8, "pages": 9}
+        pool = {"width": 2, "room": 16, "page": 8, "pages": 9, "stride": 0}
         launch = plan_seen_slots(sizes, pool, pool, tile_n=128)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
