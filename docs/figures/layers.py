@@ -1,5 +1,6 @@
 """The indexer, and whole layers."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from .peers import beside
@@ -113,20 +114,25 @@ def few_rows_product() -> str:
 
 
 def products_in_steps() -> str:
-    """What these kernels changed in a step."""
-    rows = PRODUCTS["steps"]
-    shares = {
-        cache: " / ".join(
-            f"{x['ours'] / x['before']:.2f}"
-            for x in (row["in a graph, us a layer"] for row in rows if row["cache"] == cache)
-        )
-        for cache in ("bfloat16", "float8_e4m3fn")
-    }
-    launches = " / ".join(str(row["launches"]) for row in rows if row["cache"] == "bfloat16")
-    said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). Now a step of 64
-    sequences has {launches} launches, and in a graph with `STEP_OPTIONS` it takes {shares["bfloat16"]} of the time with XLA's
-    products, in FP8 {shares["float8_e4m3fn"]}, on an {_card()}."""
+    """What these kernels changed in a step, and the fewer launches after that."""
+    rows, fewer = PRODUCTS["steps"], PRODUCTS["fewer_launches"]
+    first = _of_kinds(x["in a graph, us a layer"] for x in rows)
+    then = _of_kinds({name: row[name]["in a graph, us a layer"] for name in ("ours", "before")} for row in fewer)
+    alone = _of_kinds({name: row[name]["one by one, us"] for name in ("ours", "before")} for row in fewer)
+    launches = [" / ".join(str(row["ours"]["launches"]) for row in half) for half in (fewer[:3], fewer[3:])]
+    before = " / ".join(str(row["launches"]) for row in rows[:3])
+    said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). With these a step of 64
+    sequences had {before} launches, and in a graph with `STEP_OPTIONS` it took {first[0]} of the time with XLA's
+    products, in FP8 {first[1]}, on an {_card()}. Now that norms and index queries are parts of products, it has
+    {launches[0]} launches, in FP8 {launches[1]}. Kernels one by one take {alone[0]} of the time before, in FP8 {alone[1]};
+    in a graph {then[0]}, in FP8 {then[1]}."""
     return wrapped(said)
+
+
+def _of_kinds(times: Iterable[dict[str, float]]) -> list[str]:
+    """The share that is left of each kind of layer's time, in 16 bits and in FP8."""
+    shares = [f"{x['ours'] / x['before']:.2f}" for x in times]
+    return [" / ".join(half) for half in (shares[:3], shares[3:])]
 
 
 def _card() -> str:

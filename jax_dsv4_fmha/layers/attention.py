@@ -273,7 +273,8 @@ class DSV4Attention:
         if self.indexer is not None:
             weights = product(x, params["indexer"]["weights_proj"])
             past = {"ratio": self.ratio, "q_offset": first}
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, unpacks=True)
+            query = self._index_query(params, c, weights, positions, shared.keys)
+            shared, _ = self._choose(query, shared, past, indices, unpacks=True)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -355,21 +356,18 @@ class DSV4Attention:
         first = begin[0] if begin else lengths - s
         positions = counted(first, 0, s)
         kernel = implementation != "reference"
-        rows = self._rows(params, x, kernel)
-        c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
         table = self.rope.table(positions)
+        rows, c = self._rows(params, x, cache, kernel)
         q = _few_rows.query_heads(c, params["wq_b"], table, self.eps if self.norm_heads else None, kernel)
         given = shared or Shared()
         start = first if begin else None
         cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, kernel)
         if self.indexer is not None:
-            weights = rows["indexer.weights_proj"].take()
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
             if begin:  # padding has nothing to choose from
                 past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
-            # of few columns, so that XLA's product is faster
-            in_kernel = kernel and self.batch_invariant
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, in_kernel)
+            query = self._index_query_of_step(params, c, rows, positions, table, shared.keys, kernel)
+            shared, _ = self._choose(query, shared, past, indices)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -419,7 +417,8 @@ class DSV4Attention:
         if self.indexer is not None and there:
             past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": True}
             weights = product(x, params["indexer"]["weights_proj"])
-            shared, chosen = self._choose(params, c, weights, positions, shared, past, indices)
+            query = self._index_query(params, c, weights, positions, shared.keys)
+            shared, chosen = self._choose(query, shared, past, indices)
         seen: dict[str, Any] = self._seen(shared, indices, own) if there else {}
         if ids is not None:
             seen["span"] = _everywhere(Span.segments(ids))
@@ -440,19 +439,63 @@ class DSV4Attention:
         index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
         return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
 
-    def _rows(self, params: Any, x: jax.Array, kernel: bool) -> dict[str, Rows]:
-        """x times the matrices that a step multiplies it with, in float32, by their names."""
+    def _rows(
+        self, params: Any, x: jax.Array, cache: LayerCache, kernel: bool
+    ) -> tuple[dict[str, Rows], _few_rows.LowRank]:
+        """x times the matrices that a step multiplies it with, in float32, by their names; and the low-rank query."""
         found, column = {}, 0
-        if _joined.JOINED in params:
-            whole = _few_rows.plain_product(x, params[_joined.JOINED], jnp.float32, kernel)
+        if _joined.JOINED not in params:
             for name, width in _joined.of_x(self).items():
-                found[name] = Rows(whole, column, width)
-                column += width
-            return found
+                matrix = functools.reduce(operator.getitem, name.split("."), params)
+                found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
+            return found, self._low_rank(params, found["wq_a"].take(), x.dtype)
+        c, w = None, params[_joined.JOINED]
+        if kernel and self._leaves_norm(params, x, cache):
+            whole, c = _few_rows.product_and_low_rank(x, w, params["q_norm"])
+        else:
+            whole = _few_rows.plain_product(x, w, jnp.float32, kernel)
         for name, width in _joined.of_x(self).items():
-            matrix = functools.reduce(operator.getitem, name.split("."), params)
-            found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
-        return found
+            found[name] = Rows(whole, column, width)
+            column += width
+        return found, c or self._low_rank(params, found["wq_a"].take(), x.dtype)
+
+    def _low_rank(self, params: Any, rows: jax.Array, dtype: Any) -> _few_rows.LowRank:
+        return _few_rows.LowRank(rms_norm(rows.astype(dtype), params["q_norm"], self.eps))
+
+    def _leaves_norm(self, params: Any, x: jax.Array, cache: LayerCache) -> bool:
+        """Whether all products of the low-rank query do its norm."""
+        heads = _few_rows.makes_heads(x, params["wq_b"], self.rope.dims, self.eps if self.norm_heads else None)
+        indexes = self.indexer is None or self._makes_index_query(params, x, cache.keys)
+        return _few_rows.leaves_norm(x, params[_joined.JOINED], self.q_rank, heads, indexes)
+
+    def _makes_index_query(self, params: Any, x: jax.Array, keys: Any) -> bool:
+        """Whether a kernel makes an indexer's queries, for a step with the batch and dtype of x."""
+        assert self.indexer is not None
+        w = params["indexer"]["wq_b"]
+        return self.indexer.transforms and _few_rows.makes_index_query(x, w, self.rope.dims, _in_8_bits(keys))
+
+    def _index_query_of_step(
+        self,
+        params: Any,
+        c: _few_rows.LowRank,
+        rows: Mapping[str, Rows],
+        positions: jax.Array,
+        table: jax.Array,
+        keys: Any,
+        kernel: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`_index_query`, where there is a kernel in one product."""
+        assert self.indexer is not None
+        given = rows["indexer.weights_proj"]
+        if not (kernel and self._makes_index_query(params, c.query, keys)):
+            # of few columns, so that XLA's product is faster
+            in_kernel = kernel and self.batch_invariant
+            return self._index_query(params, c.query, given.take(), positions, keys, in_kernel)
+        with jax.named_scope("indexer"):
+            numbers = {"column": given.column, "scale": self.indexer.weight_scale, "eps": self.eps}
+            w, in_8_bits = params["indexer"]["wq_b"], _in_8_bits(keys)
+            q, weights = _few_rows.index_query(c, w, table, given.product, in_8_bits, **numbers)
+            return q if in_8_bits else self.indexer.rounded(q), weights
 
     def _inserted(
         self,
@@ -521,32 +564,39 @@ class DSV4Attention:
         return cache, shared
 
     @jax.named_scope("indexer")
-    def _choose(
+    def _index_query(
         self,
         params: Any,
         c: jax.Array,
         weights: jax.Array,
         positions: jax.Array,
+        keys: Any,
+        kernel: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The indexer's queries and weights, for such keys; c: the low-rank query; kernel: as in `_few_rows`."""
+        assert self.indexer is not None
+        weights, made_of = self.indexer.scaled(weights), (params["indexer"], c, positions, self.rope, kernel)
+        if _in_8_bits(keys):
+            q, scales = self.indexer.turned_and_quantized(*made_of)
+            return q, weights * scales
+        return self.indexer.rounded(self.indexer.turned(*made_of)), weights
+
+    @jax.named_scope("indexer")
+    def _choose(
+        self,
+        query: tuple[jax.Array, jax.Array],
         shared: Shared,
         past: Mapping[str, Any],
         given: jax.Array | None = None,
-        kernel: bool = False,
         unpacks: bool = False,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
-        """The entries that each query sees among the past ones, and the indexer's queries and weights; given: these
-        entries, chosen elsewhere; kernel: as in `_few_rows`; unpacks: keys in 4 bits, once for all queries, of which
-        there are many.
+        """The entries that each query sees among the past ones, and the indexer's queries and weights, which are given;
+        given: these entries, chosen elsewhere; unpacks: keys in 4 bits, once for all queries, of which there are many.
         """
         assert self.indexer is not None
-        keys, weights = shared.keys, self.indexer.scaled(weights)
-        made_of = (params["indexer"], c, positions, self.rope, kernel)
-        if isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8":
-            q, scales = self.indexer.turned_and_quantized(*made_of)
-            weights = weights * scales
-        else:
-            q = self.indexer.rounded(self.indexer.turned(*made_of))
-            if unpacks and isinstance(keys, Cache) and keys.is_packed:
-                keys = keys.take().astype(q.dtype)
+        keys, (q, weights) = shared.keys, query
+        if unpacks and isinstance(keys, Cache) and keys.is_packed and not _in_8_bits(keys):
+            keys = keys.take().astype(q.dtype)
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
         blocks = shared.blocks if self.indexer.within_candidates else None
@@ -600,6 +650,11 @@ class DSV4Attention:
 def _everywhere(of_documents: Any) -> Any:
     """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
     return jax.tree.map(whole_sequences, of_documents)
+
+
+def _in_8_bits(keys: Any) -> bool:
+    """Whether an indexer's queries are quantized, as its keys are."""
+    return isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8"
 
 
 def _made(shared: Shared, given: Shared) -> Shared:
