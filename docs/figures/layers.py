@@ -14,6 +14,7 @@ from .records import (
     PROFILES,
     PROMPTS,
     STEPS,
+    TODAY,
     bullets,
     launched,
     micro,
@@ -74,16 +75,20 @@ def indexer_bound() -> str:
 
 
 def layer() -> str:
-    """A row for each kind of layer, and what each of its parts takes."""
+    """A row for each kind of layer, and what each of its parts takes; then a later run on another card."""
     parts = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
-    rows = []
+    later, rows = {row["name"]: row for row in suite(TODAY, "layer")}, []
     for row in suite(LAYER, "layer") + [row for row in suite(STEPS, "layer") if row["name"].startswith("layer")]:
         times = row["times"]["ours"]["parts"]
         rest = 1 - (times["products"] + times["attention"]) / sum(times.values())
         each = (micro(times[part]) if part in times else "" for part in parts)
         launches = str(row["times"]["ours"]["launches"])
-        rows.append([row["name"].removeprefix("layer "), micro(ours(row)), launches, *each, f"{100 * rest:.1f} %"])
-    return table(" | ".join(["layer", "all", "launches", *parts, "rest"]), rows)
+        again = later[row["name"]]
+        now = [micro(ours(again)), str(again["times"]["ours"]["launches"])]
+        rows.append(
+            [row["name"].removeprefix("layer "), micro(ours(row)), launches, *each, f"{100 * rest:.1f} %", *now]
+        )
+    return table(" | ".join(["layer", "all", "launches", *parts, "rest", f"{_card(TODAY)} now", "launches"]), rows)
 
 
 def layer_steps() -> str:
@@ -107,7 +112,7 @@ def few_rows_product() -> str:
         cells += [micro(row["bytes"] / row["copy_bytes_per_s"]), micro(ours(row)), of_peer(row, "xla")]
     sizes = sorted({row["case"]["b"] for row in suite(PRODUCTS, "product")})
     columns = [f"b {b}: least at C, µs | ours, µs | XLA / ours" for b in sizes]
-    about = f"""On one {_card()}. XLA's figure has our kernel for norm and RoPE, or RoPE back, beside it, which ours does
+    about = f"""On one {_card(PRODUCTS)}. XLA's figure has our kernel for norm and RoPE, or RoPE back, beside it, which ours does
     itself:"""
     return wrapped(about) + "\n\n" + table(" | ".join(["product", "MB", *columns]), ([k, *x] for k, x in found.items()))
 
@@ -125,12 +130,12 @@ def products_in_steps() -> str:
     launches = " / ".join(str(row["launches"]) for row in rows if row["cache"] == "bfloat16")
     said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). Now a step of 64
     sequences has {launches} launches, and in a graph with `STEP_OPTIONS` it takes {shares["bfloat16"]} of the time with XLA's
-    products, in FP8 {shares["float8_e4m3fn"]}, on an {_card()}."""
+    products, in FP8 {shares["float8_e4m3fn"]}, on an {_card(PRODUCTS)}."""
     return wrapped(said)
 
 
-def _card() -> str:
-    return str(PRODUCTS["devices"][0]["name"]).split()[1]
+def _card(record: dict[str, Any]) -> str:
+    return str(record["devices"][0]["name"]).split()[1]
 
 
 def layer_stack() -> str:
@@ -139,9 +144,15 @@ def layer_stack() -> str:
     for row in suite(STEPS, "layer"):
         if not row["name"].startswith("layer"):
             kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
-            launches = str(row["times"]["ours"]["launches"])
-            rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
-    return table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+            launches, again = str(row["times"]["ours"]["launches"]), row_of(TODAY, row["name"])["times"]
+            now = [
+                str(again["ours"]["launches"]),
+                *(f"{again[name]['seconds'] * 1e3:.2f}" for name in ("graph", "at once")),
+            ]
+            times = (f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))
+            rows.append([row["name"], launches, *times, *now])
+    after = f"{_card(TODAY)} now: launches | in a graph | with `STEP_OPTIONS`"
+    return table(f"ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS` | {after}", rows)
 
 
 def long_prompts() -> str:
