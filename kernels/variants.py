@@ -123,7 +123,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
-        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, max_heads=64)
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic, max_heads=64)
+        for deterministic in (False, True)
         for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd")
         for dtype in DTYPES
     ),
