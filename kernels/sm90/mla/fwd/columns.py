@@ -4,8 +4,8 @@ Where tiles of rows are too few for the chip, CTAs share a tile's keys for the s
 depends on no other one. The sums over keys have an order, so CTAs share out the columns of o: here each has 64 of them,
 and adds all keys in the order in which `mla_fwd_sm90` does. Nothing is merged, and no sum is taken in parts.
 
-    left    P of even tiles, as this half of o wants it  -> SMEM  \\
-    right   P of odd tiles                               -> SMEM   > middle   o += P0 V0, o += P1 V1, or in the other order
+    left    P of even tiles, as this half of o wants it -> SMEM  \\
+    right   P of odd tiles                              -> SMEM   > middle   o += P0 V0, o += P1 V1, or the other way
 
 The greatest score of every tile is known from the start. So each side knows the running maxima without the other, and
 runs ahead of the products as far as there are places for P; a thread's exponentials, sums and factors are those of
