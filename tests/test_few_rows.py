@@ -219,18 +219,24 @@ def test_kernels_are_right(rows, dtype):
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
-    """A whole layer steps 128 sequences of different lengths, and then 1 to 100 of them."""
+    """A whole layer steps 128 sequences of different lengths, and then some of them: the attention of one shares out
+    columns, that of 100 does not, and products take a tile of rows or two.
+    """
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
     sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
     layer = dataclasses.replace(from_config(MODELS["v4"] | sizes)[kind], batch_invariant=True)
     params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
     x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
     lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)
-    first = jax.jit(lambda x, n: layer(params, x, layer.cache(128, 48, jnp.dtype(cache)), lengths=n).cache)(x, lengths)
+    quickly = {"xla_gpu_autotune_level": "0"}  # compiled; the prompt's products may have any bits
+    prompt = jax.jit(
+        lambda x, n: layer(params, x, layer.cache(128, 48, jnp.dtype(cache)), lengths=n).cache, compiler_options=quickly
+    )
+    first = prompt(x, lengths)
     last = jnp.take_along_axis(x, lengths[:, None, None], 1)
     step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n).y)
     whole = np.asarray(step(last, first, lengths + 1)).view(np.uint16)
-    for b in (1, 2, 7, 33, 64, 100):
+    for b in (1, 33, 100):
         some = rng.permutation(128)[:b]
         y = step(last[some], jax.tree.map(lambda a, some=some: a[some], first), lengths[some] + 1)
         np.testing.assert_array_equal(np.asarray(y).view(np.uint16), whole[some])

@@ -33,6 +33,7 @@ from .pooling import (
     joined,
     merged,
     of_places,
+    over_tokens,
     pool_chunk,
     pool_ring,
     rows_from,
@@ -281,7 +282,7 @@ class Compressor:
             kv, score = jnp.where(there, kv, 0), jnp.where(there, score, -jnp.inf)
         most = jax.lax.stop_gradient(jnp.max(score, 2))
         weight = jnp.exp(score - finite(most)[:, :, None])
-        return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
+        return [most, over_tokens(weight), over_tokens(weight * kv)]
 
     def _before(self, own: list[jax.Array]) -> list[jax.Array] | None:
         """The sums of the block before each, with overlap."""
