@@ -61,8 +61,9 @@ def previous(*xs: jax.Array) -> Arrays:
 
 
 def before(reach: int, *xs: jax.Array) -> Arrays:
-    """`[b, n, 2, reach, …]`: the rows before each chunk of arrays `[b, n, 2, m, …]` of one shape, of which i has chunk i
-    and chunk 2 n - 1 - i of a sequence; zeros before chunk 0. Devices that share n send these rows, and nothing else.
+    """`[b, n, 2, reach, …]`: the rows before each chunk of arrays `[b, n, 2, m, …]` of one shape, the first has zeros.
+
+    Of a sequence's chunks i of n has chunk i and chunk 2 n - 1 - i. Devices that share n send these rows, nothing else.
     """
     n, m = xs[0].shape[1], xs[0].shape[3]
     edges = [lax.slice_in_dim(x, m - reach, m, axis=3) for x in xs]

@@ -95,19 +95,6 @@ def operands(layer: DSV4Attention, params: Any, x: Any, cache: Any, shared: Any,
     return b, s
 
 
-def order(layer: DSV4Attention, zigzag: Any, s: Any, cache: Any) -> None:
-    """Raises unless chunks of tokens in zigzag order are what a layer takes."""
-    if zigzag is None:
-        return
-    chunks = 2 * _check.positive(_OP, "zigzag", zigzag)
-    if cache is not None:
-        raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
-    blocks = chunks * max(1, layer.ratio)
-    if s % blocks or s // chunks < layer.window - 1:
-        wanted = f"of {s} tokens chunks of whole blocks, and of at least {layer.window - 1} tokens"
-        raise _check.error(ValueError, _OP, "zigzag", zigzag, wanted)
-
-
 def whole_where_needed(layer: DSV4Attention, params: Any, x: jax.Array) -> None:
     """Raises where Explicit axes of a mesh shard what has to be whole."""
     heads = explicit_axes.entries(params["wq_b"])[1]

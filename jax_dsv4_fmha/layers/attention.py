@@ -247,7 +247,9 @@ class DSV4Attention:
           ValueError, TypeError: operands that differ from the above.
         """
         b, s = _checks.operands(self, params, x, cache, shared, indices)
-        _checks.order(self, zigzag, s, cache)
+        order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
+        if zigzag is not None and cache is not None:
+            raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
         params = _joined.separate(self, params)
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
@@ -260,7 +262,7 @@ class DSV4Attention:
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
-            return self._whole(params, x, segment_ids, shared or Shared(), indices, Order(zigzag), implementation)
+            return self._whole(params, x, segment_ids, shared or Shared(), indices, order, implementation)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
             lengths = first + s
@@ -405,14 +407,14 @@ class DSV4Attention:
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
         ids = None if ids is None else order.undone(ids)
-        positions = order.count(x.shape[1]) if ids is None else order.of(_everywhere(positions_of(ids)))
+        positions = order.numbers(x.shape[1]) if ids is None else order.of(_everywhere(positions_of(ids)))
         c, q, kv = self._projected(params, x, positions)
         kv, chosen, shared = self._rounded(kv, of_window=True), None, given
         if self.compressor is not None:
             packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
             in_codes = self.fake_quantize and packed is None and not self._plain  # devices send each other codes
             made_in = order if in_codes else NATURAL
-            first = made_in.count(x.shape[1] // self.ratio) * self.ratio if packed is None else packed.first
+            first = made_in.numbers(x.shape[1] // self.ratio) * self.ratio if packed is None else packed.first
             pool: dict[str, Any] = {"packed": packed, "whole": not in_codes, "zigzag": order.devices}
             latents = self.compressor(params["compressor"], x, **pool)
             turned = rope(latents, first, self.rope)

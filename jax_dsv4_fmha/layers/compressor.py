@@ -134,7 +134,8 @@ class Compressor:
           zigzag: an int, if x is in `layers.zigzag` order over so many devices, of whole blocks in each chunk. Latents
             are then in their own order if whole, else in that order.
         """
-        x, order = self._checked(params, x), Order(zigzag)
+        x = self._checked(params, x)
+        order = Order.checked(_OP, zigzag, x.shape[1], self.ratio)
         tokens, (b, s, _) = product(x, params["w"]), x.shape
         if not explicit_axes.divide(tokens, 1, self.ratio):
             tokens = whole_sequences(tokens)
@@ -147,7 +148,7 @@ class Compressor:
         else:
             n = s // self.ratio
             own = self._sums(tokens[:, : n * self.ratio], params.get("ape"))
-            has_before = order.count(n) > 0
+            has_before = order.numbers(n) > 0
             latents = self._latents(params, own, self._before(own, order), has_before, x.dtype)
         return order.undone(whole_sequences(latents)) if whole else latents
 
@@ -261,9 +262,7 @@ class Compressor:
             before, own = ([x[:, some] for x in own] for some in (slice(-1), slice(1, None)))
         return self._latents(params, own, before, has_before, dtype)
 
-    def _pool_packed(
-        self, params: Any, tokens: jax.Array, packed: PackedBlocks, dtype: Any, order: Order
-    ) -> jax.Array:
+    def _pool_packed(self, params: Any, tokens: jax.Array, packed: PackedBlocks, dtype: Any, order: Order) -> jax.Array:
         """The latent `[b, ceil(s / ratio), d]` of the block that ends in each run of `ratio` tokens, in their order.
 
         The block began in this run or in the one before: so all blocks are made of two sums of each run.

@@ -1,7 +1,7 @@
 """The order of a sequence's tokens in which devices that share it have equal work.
 
-A later token sees more. So a sequence of n chunks, two a device, is dealt out from both ends: device i of n / 2 has chunk
-i and chunk n - 1 - i, and any two such chunks see as much together. All that belongs to entries stays in its own order.
+A later token sees more. So a sequence of 2 n chunks is dealt out to n devices from both ends: device i has chunk i and
+chunk 2 n - 1 - i, and any two such chunks see as much together. All that belongs to entries stays in its own order.
 """
 
 import math
@@ -76,7 +76,19 @@ class Order(NamedTuple):
     devices: int | None
     """None: their own order; otherwise zigzag over so many"""
 
-    def count(self, n: int) -> jax.Array:
+    @classmethod
+    def checked(cls, op: str, devices: Any, s: Any, ratio: int, reach: int = 0) -> "Order":
+        """Raises unless each chunk of s tokens has whole blocks and at least `reach` tokens."""
+        if devices is not None:
+            chunks = 2 * _check.positive(op, "zigzag", devices)
+            if s % (chunks * max(ratio, 1)) or s < chunks * reach:
+                wanted = f"of {s} tokens {chunks} chunks of whole blocks" + f", of {reach} tokens at least" * bool(
+                    reach
+                )
+                raise _check.error(ValueError, op, "zigzag", devices, wanted)
+        return cls(devices)
+
+    def numbers(self, n: int) -> jax.Array:
         """int32 `[1, n]`: 0, 1, … in this order; each device computes its own."""
         i = jnp.arange(n, dtype=jnp.int32)[None]
         if self.devices is None:
@@ -119,7 +131,7 @@ class Order(NamedTuple):
         # on Explicit axes jax.vmap wants all that it maps sharded alike
         of = max(jax.tree.leaves(given), key=lambda x: explicit_axes.entries(x)[1] is not None)
         tokens, shared_out = of.shape[2], explicit_axes.entries(of)[1]
-        starts = explicit_axes.placed(self.count(n)[0] * tokens, shared_out, of=of)
+        starts = explicit_axes.placed(self.numbers(n)[0] * tokens, shared_out, of=of)
 
         def alike(x: jax.Array) -> jax.Array:
             batch, _, *rest = explicit_axes.entries(x)
@@ -140,7 +152,6 @@ def _split(x: jax.Array, *sizes: Any) -> jax.Array:
     where = explicit_axes.sharding(x, batch, tokens, *(None for _ in sizes), *rest)
     shape = x.shape[0], *sizes, x.shape[1] // math.prod(sizes), *x.shape[2:]
     return jnp.reshape(x, shape, out_sharding=where)
-
 
 
 NATURAL = Order(None)
