@@ -427,28 +427,33 @@ class DSV4Attention:
                 shared = shared._replace(keys=made_in.undone(self.indexer.rounded(keys, whole=in_codes)))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
-        own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
-        own = jax.tree.map(order.of, own)
+        own, near = None, None
+        if ids is not None:
+            near = jax.tree.map(order.of, _everywhere(Span.segments(ids)))
+            own = jax.tree.map(order.of, _everywhere(Span.compressed_segments(ids, self.ratio))) if there else None
+        elif there and not order.is_natural:
+            own = Span(jnp.zeros_like(positions), (positions + 1) // self.ratio)
+        near = order.seen(x.shape[1], self.window, near)
         if self.indexer is not None and there:
-            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": True}
+            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": ids is not None}
             weights = product(x, params["indexer"]["weights_proj"])
             shared, chosen = self._choose(params, c, weights, positions, shared, past, indices, order=order)
-        near = None if ids is None else jax.tree.map(order.of, _everywhere(Span.segments(ids)))
-        turn, reach = self._turn(positions), 0 if order.devices is None else self.window - 1
+        turn = self._turn(positions)
 
-        def attend(first: Any, kv: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
+        def attend(kv: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
             seen = self._seen(shared, chosen, own) if there else {}
             if near is not None:
-                seen["span"] = jax.tree.map(lambda bound: bound - (first - reach), near)
+                seen["span"] = near
+            # if not in their own order, `near` alone says which keys are seen
+            first = 0 if order.is_natural else kv.shape[1]
             return dsv4_attention(
                 q,
                 kv,
                 entries if there else None,
                 batch_invariant=self.batch_invariant,
                 sink=params["sink"],
-                window=self.window,
+                window=self.window if order.is_natural else first + q.shape[1],
                 q_offset=first,
-                kv_offset=first - reach,
                 implementation=implementation,
                 o_groups=self.o_groups,
                 **(turn | {"rope_table": table}),
@@ -457,7 +462,8 @@ class DSV4Attention:
 
         with jax.named_scope("attention"):
             rows = {"q": q, "chosen": shared.indices if indices is None else indices, "near": near, "own": own}
-            o, lse = order.over_queries(attend, order.keys(kv, reach), table=turn["rope_table"], **rows)
+            keys = order.keys(kv, self.window)
+            o, lse = order.over_queries(attend, keys, table=turn["rope_table"], **rows)
         # where a kernel turns q inside of attention, this is a pass of its own, unless nobody asks for it
         index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
         return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
@@ -573,8 +579,8 @@ class DSV4Attention:
         how: dict[str, Any] = {"block": self.indexer.block} if self.indexer.in_two_levels else {}
 
         def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
-            def of_rows(first: Any, _: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
-                return op(q, keys, weights, **{"q_offset": first, **past, "span": span, **how, **sizes, **more})
+            def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
+                return op(q, keys, weights, **{**past, "span": span, **how, **sizes, **more})
 
             return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
 

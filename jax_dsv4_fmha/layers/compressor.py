@@ -354,5 +354,5 @@ def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
 
 def _previous(sums: list[jax.Array], order: Order) -> list[jax.Array]:
     """The sums of the block before each block."""
-    most, *others = previous(*sums) if order.devices is None else order.previous(*sums)
+    most, *others = previous(*sums) if order.is_natural else order.previous(*sums)
     return [jax.lax.stop_gradient(most), *others]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .. import _check
 from .._definitions import explicit_axes
+from .._definitions.span import Span
 from .._dispatch.sequences import before, whole_sequences
 
 
@@ -74,7 +75,11 @@ class Order(NamedTuple):
     """The order of the tokens `[b, s, …]` of a call."""
 
     devices: int | None
-    """None: their own order; otherwise zigzag over so many"""
+    """None: the tokens' own order; otherwise zigzag over so many"""
+
+    @property
+    def is_natural(self) -> bool:
+        return self.devices is None
 
     @classmethod
     def checked(cls, op: str, devices: Any, s: Any, ratio: int, reach: int = 0) -> "Order":
@@ -82,9 +87,7 @@ class Order(NamedTuple):
         if devices is not None:
             chunks = 2 * _check.positive(op, "zigzag", devices)
             if s % (chunks * max(ratio, 1)) or s < chunks * reach:
-                wanted = f"of {s} tokens {chunks} chunks of whole blocks" + f", of {reach} tokens at least" * bool(
-                    reach
-                )
+                wanted = f"of {s} tokens {chunks} chunks of whole blocks" + f", of {reach} tokens" * bool(reach)
                 raise _check.error(ValueError, op, "zigzag", devices, wanted)
         return cls(devices)
 
@@ -111,35 +114,43 @@ class Order(NamedTuple):
         rows = zip(before(1, *chunked), chunked, xs, strict=True)
         return tuple(jnp.concatenate([edge, x[:, :, :, :-1]], 3).reshape(like.shape) for edge, x, like in rows)
 
-    def keys(self, x: jax.Array, reach: int) -> jax.Array:
-        """The keys that `over_queries` gives f: those of a chunk after the `reach` ones before it."""
+    def keys(self, x: jax.Array, window: int) -> jax.Array:
+        """The keys of which `seen` speaks: on each device its two chunks, each after the `window - 1` rows before it."""
         if self.devices is None:
             return x
         chunked = self._chunked(x)
-        b, n, two, m, *rest = chunked.shape
-        (edge,) = before(reach, chunked)
-        return jnp.concatenate([edge, chunked], 3).reshape(b, n * two, reach + m, *rest)
+        b, n, _, _, *rest = chunked.shape
+        (edge,) = before(window - 1, chunked)
+        return jnp.concatenate([edge, chunked], 3).reshape(b, n, -1, *rest)
+
+    def seen(self, s: int, window: int, more: Span | None) -> Span | None:
+        """Which keys each of s tokens sees of its window, more: and of the sequence; None: its window."""
+        if self.devices is None:
+            return more
+        at, m, reach = self.numbers(s), s // (2 * self.devices), window - 1
+        near = Span(jnp.maximum(at - reach, 0), at + 1, width=window)
+        near = near if more is None else near & more
+        first = jnp.arange(s, dtype=jnp.int32)[None] // m % 2 * (reach + m) + reach  # key of a token's chunk
+        return jax.tree.map(lambda bound: bound + first - (at - at % m), near)
 
     def over_queries(self, f: Callable[..., Any], keys: jax.Array | None, **rows: Any) -> Any:
-        """f(position of the first row, keys, rows…) of all rows, or of each chunk. Its results have rows, too; rows are
-        trees of arrays `[b or 1, s, …]`.
+        """f(keys, rows…) of all rows, or of those of each device. Its results have rows, too; rows are trees of arrays
+        `[b or 1, s, …]`.
         """
         if self.devices is None:
-            return f(0, keys, **rows)
-        n = 2 * self.devices
-        given = jax.tree.map(lambda x: _split(x, n), rows)
+            return f(keys, **rows)
+        given = jax.tree.map(lambda x: _split(x, self.devices), rows)
         # on Explicit axes jax.vmap wants all that it maps sharded alike
         of = max(jax.tree.leaves(given), key=lambda x: explicit_axes.entries(x)[1] is not None)
-        tokens, shared_out = of.shape[2], explicit_axes.entries(of)[1]
-        starts = explicit_axes.placed(self.numbers(n)[0] * tokens, shared_out, of=of)
+        shared_out = explicit_axes.entries(of)[1]
 
         def alike(x: jax.Array) -> jax.Array:
             batch, _, *rest = explicit_axes.entries(x)
             return explicit_axes.placed(x, batch, shared_out, *rest, of=of)
 
-        keys, given = jax.tree.map(alike, (keys, given))
-        run = jax.vmap(lambda start, keys, rows: f(start, keys, **rows), (0, 1, 1), 1)
-        return jax.tree.map(lambda x: x.reshape(x.shape[0], n * tokens, *x.shape[3:]), run(starts, keys, given))
+        run = jax.vmap(lambda keys, rows: f(keys, **rows), 1, 1)
+        made = run(*jax.tree.map(alike, (keys, given)))
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), made)
 
     def _chunked(self, x: jax.Array) -> jax.Array:
         """x `[b, devices, 2, m, …]`."""
