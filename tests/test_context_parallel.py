@@ -537,6 +537,4 @@ def test_v41_on_gpus(kind, is_zigzag):
         want = np.asarray(jax.jit(f)(*jax.device_put((params, x), devices[0])), np.float32)
         given = jax.device_put(params, whole), jax.device_put(zigzag(x, order) if order else x, rows)
         got = np.asarray(jax.jit(functools.partial(f, order=order))(*given), np.float32)
-        got = np.asarray(unzigzag(got, order)) if order else got
-        off = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-        assert np.isfinite(got).all() and np.mean(off < 2e-2) > (0.8 if rounds else 0.95)
+        near(unzigzag(got, order) if order else got, want, 5e-2)  # another entry where two score nearly alike

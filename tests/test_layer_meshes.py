@@ -387,8 +387,8 @@ def test_steps_on_gpus(ratio, dtype, how):
     given = jax.tree.map(lambda x, spec: put(mesh, x, *spec), params, specs)
     got = jax.jit(f)(given, put(mesh, x, batch), jax.tree.map(lambda x: put(mesh, x, batch), cache))
     got, want = (np.asarray(y, np.float32) for y in (got, want))
-    off = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-    assert np.isfinite(got).all() and np.mean(off < 2e-2) > 0.95 and off[:, -4:].max() < 0.2
+    for part in (slice(0, 296), slice(296, 300)):  # another entry may be chosen where two score nearly alike
+        assert np.linalg.norm((got - want)[:, part]) <= 5e-2 * np.linalg.norm(want[:, part])
 
 
 def of_gpus(ratio):

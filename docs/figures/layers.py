@@ -169,6 +169,7 @@ def devices() -> str:
             work = f"step, b {case['b']}, {case['tokens'] >> 10} Ki tokens, {kind}, the cache shared out"
         else:
             work = f"{'gradient and ' * case['has_gradient']}prompt of {case['tokens'] >> 10} Ki, {kind}"
+            work += ", zigzag" * case["is_zigzag"]
         rows.append([work, *(f"{x * 1e3:.2f}" for x in times), f"{times[0] / times[1]:.2f}"])
     found = DEVICES["devices"]
     where = f"{len(found)} × {found[0]['name']}, {DEVICES['date'][:10]}, jax {DEVICES['versions']['jax']}:"

@@ -115,7 +115,7 @@ class Order(NamedTuple):
         return tuple(jnp.concatenate([edge, x[:, :, :, :-1]], 3).reshape(like.shape) for edge, x, like in rows)
 
     def keys(self, x: jax.Array, window: int) -> jax.Array:
-        """The keys of which `seen` speaks: on each device its two chunks, each after the `window - 1` rows before it."""
+        """The keys that `seen` counts: on each device its two chunks, each after the `window - 1` rows before it."""
         if self.devices is None:
             return x
         chunked = self._chunked(x)
