@@ -270,6 +270,29 @@ def test_layer_in_zigzag_order_elsewhere(name, packed, devices, kind):
     check_zigzag(name, packed, devices, kind)
 
 
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.fuzz)])
+def test_choices_in_zigzag_order(kind):
+    """V4.1's layers hand on entries in their own order and choices in that of tokens; choices may be given, too."""
+
+    def passes(order):
+        def run(layer, p, x, shared, _):
+            indexer = layer.indexer and dataclasses.replace(layer.indexer, fake_quantize=False)
+            layer = dataclasses.replace(layer, fake_quantize=False, indexer=indexer)
+            out = layer(p, x, shared=shared, zigzag=order)
+            if layer.indexer is not None:
+                again = layer(p, x, shared=shared, zigzag=order, indices=out.indices)
+                out = out._replace(y=out.y + again.y)
+            return out
+
+        whole = stack("v4.1", run)
+        return lambda x: whole(x)[0]
+
+    x, mesh, shared_out = normal(3, 2, 64, 24), mesh_of(kind, 4), passes(4)
+    with jax.set_mesh(mesh):
+        got = jax.jit(shared_out)(jax.device_put(zigzag(x, 4), NamedSharding(mesh, P(None, "context"))))
+    assert_close(unzigzag(np.asarray(got), 4), jax.jit(passes(None))(x))
+
+
 @pytest.mark.parametrize("devices, axis", [(1, 0), (3, 1), (4, -1)])
 def test_zigzag(devices, axis):
     """Each device has a chunk of the first half and its mirror image of the second."""

@@ -576,11 +576,12 @@ class DSV4Attention:
             q = self.indexer.rounded(self.indexer.turned(*made_of))
             if unpacks and isinstance(keys, Cache) and keys.is_packed:
                 keys = keys.take().astype(q.dtype)
-        how: dict[str, Any] = {"block": self.indexer.block} if self.indexer.in_two_levels else {}
+        if self.indexer.in_two_levels:
+            past = {**past, "block": self.indexer.block}
 
         def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
             def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
-                return op(q, keys, weights, **{**past, "span": span, **how, **sizes, **more})
+                return op(q, keys, weights, **{**past, "span": span, **more, **sizes})
 
             return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
 
