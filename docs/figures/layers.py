@@ -154,7 +154,9 @@ def layer_stack() -> str:
             kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
             launches = str(row["times"]["ours"]["launches"])
             rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
-    return table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _now()
+    return (
+        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _now()
+    )
 
 
 def _now() -> str:
@@ -190,6 +192,7 @@ def devices() -> str:
             work = f"step, b {case['b']}, {case['tokens'] >> 10} Ki tokens, {kind}, the cache shared out"
         else:
             work = f"{'gradient and ' * case['has_gradient']}prompt of {case['tokens'] >> 10} Ki, {kind}"
+            work += ", zigzag" * case["is_zigzag"]
         rows.append([work, *(f"{x * 1e3:.2f}" for x in times), f"{times[0] / times[1]:.2f}"])
     found = DEVICES["devices"]
     where = f"{len(found)} × {found[0]['name']}, {DEVICES['date'][:10]}, jax {DEVICES['versions']['jax']}:"

@@ -15,7 +15,7 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from .insert import Entries, Rows, insert
 from .outputs import IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums, counted
 from .rope import Rope, rope, rope_of_normed
+from .zigzag import NATURAL, Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +216,7 @@ class DSV4Attention:
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         indices: jax.Array | None = None,
+        zigzag: int | None = None,
         implementation: _check.Implementation | None = None,
     ) -> Output:
         """Whole sequences, or a chunk of a prompt after cached tokens.
@@ -235,12 +237,19 @@ class DSV4Attention:
           indices: int32 `[b, s, n]`, of a layer that sees chosen entries: the choice, in place of its own or of an
             earlier layer's, such as `Output.indices` of another call or layer. An entry that is not past is absent, and
             so is -1. The indexer chooses nothing then; `Output.choice` has its queries and these entries.
+          zigzag: without a cache: an int, if the tokens of x are in `layers.zigzag` order over so many devices, which
+            then have equal work and send each other as little as without it. All that has a token's row is in that
+            order: segment_ids, indices, and results. Entries are in their own. Each of the `2 zigzag` chunks must have
+            whole blocks, and at least `window - 1` tokens.
           implementation: as in `dsv4_attention`.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
         b, s = _checks.operands(self, params, x, cache, shared, indices)
+        order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
+        if zigzag is not None and cache is not None:
+            raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
         params = _joined.separate(self, params)
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
@@ -253,7 +262,7 @@ class DSV4Attention:
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
-            return self._whole(params, x, segment_ids, shared or Shared(), indices, implementation)
+            return self._whole(params, x, segment_ids, shared or Shared(), indices, order, implementation)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
             lengths = first + s
@@ -391,50 +400,69 @@ class DSV4Attention:
         ids: jax.Array | None,
         given: Shared,
         indices: jax.Array | None,
+        order: Order,
         implementation: _check.Implementation | None,
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else _everywhere(positions_of(ids))
+        ids = None if ids is None else order.undone(ids)
+        positions = order.numbers(x.shape[1]) if ids is None else order.of(_everywhere(positions_of(ids)))
         c, q, kv = self._projected(params, x, positions)
         kv, chosen, shared = self._rounded(kv, of_window=True), None, given
         if self.compressor is not None:
             packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
-            first = jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
-            first = first if packed is None else packed.first
             in_codes = self.fake_quantize and packed is None and not self._plain  # devices send each other codes
-            latents = self.compressor(params["compressor"], x, packed, whole=not in_codes)
+            made_in = order if in_codes else NATURAL
+            first = made_in.numbers(x.shape[1] // self.ratio) * self.ratio if packed is None else packed.first
+            pool: dict[str, Any] = {"packed": packed, "whole": not in_codes, "zigzag": order.devices}
+            latents = self.compressor(params["compressor"], x, **pool)
             turned = rope(latents, first, self.rope)
             made = rounded_sequences(turned, self._formats[1]) if in_codes else self._rounded(turned)
-            shared = shared._replace(compressed=made)
+            shared = shared._replace(compressed=made_in.undone(made))
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
-                of_keys = latents if second is None else second(params["indexer"]["compressor"], x, packed)
+                of_keys = latents if second is None else second(params["indexer"]["compressor"], x, **pool)
                 keys = self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope)
-                shared = shared._replace(keys=self.indexer.rounded(keys, whole=in_codes))
+                shared = shared._replace(keys=made_in.undone(self.indexer.rounded(keys, whole=in_codes)))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
-        own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
+        own, near = None, None
+        if ids is not None:
+            near = jax.tree.map(order.of, _everywhere(Span.segments(ids)))
+            own = jax.tree.map(order.of, _everywhere(Span.compressed_segments(ids, self.ratio))) if there else None
+        elif there and not order.is_natural:
+            own = Span(jnp.zeros_like(positions), (positions + 1) // self.ratio)
+        near = order.seen(x.shape[1], self.window, near)
         if self.indexer is not None and there:
-            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": True}
+            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": ids is not None}
             weights = product(x, params["indexer"]["weights_proj"])
             query = self._index_query(params, c, weights, positions, shared.keys)
-            shared, chosen = self._choose(query, shared, past, indices)
-        seen: dict[str, Any] = self._seen(shared, indices, own) if there else {}
-        if ids is not None:
-            seen["span"] = _everywhere(Span.segments(ids))
-        with jax.named_scope("attention"):
-            o, lse = dsv4_attention(
+            shared, chosen = self._choose(query, shared, past, indices, order=order)
+        turn = self._turn(positions)
+
+        def attend(kv: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
+            seen = self._seen(shared, chosen, own) if there else {}
+            if near is not None:
+                seen["span"] = near
+            # if not in their own order, `near` alone says which keys are seen
+            first = 0 if order.is_natural else kv.shape[1]
+            return dsv4_attention(
                 q,
                 kv,
                 entries if there else None,
                 batch_invariant=self.batch_invariant,
                 sink=params["sink"],
-                window=self.window,
+                window=self.window if order.is_natural else first + q.shape[1],
+                q_offset=first,
                 implementation=implementation,
                 o_groups=self.o_groups,
-                **self._turn(positions),
+                **(turn | {"rope_table": table}),
                 **seen,
             )
+
+        with jax.named_scope("attention"):
+            rows = {"q": q, "chosen": shared.indices if indices is None else indices, "near": near, "own": own}
+            keys = order.keys(kv, self.window)
+            o, lse = order.over_queries(attend, keys, table=turn["rope_table"], **rows)
         # where a kernel turns q inside of attention, this is a pass of its own, unless nobody asks for it
         index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
         return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
@@ -589,6 +617,7 @@ class DSV4Attention:
         past: Mapping[str, Any],
         given: jax.Array | None = None,
         unpacks: bool = False,
+        order: Order = NATURAL,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights, which are given;
         given: these entries, chosen elsewhere; unpacks: keys in 4 bits, once for all queries, of which there are many.
@@ -599,16 +628,22 @@ class DSV4Attention:
             keys = keys.take().astype(q.dtype)
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
+
+        def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
+            def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
+                return op(q, keys, weights, **{**past, "span": span, **more, **sizes})
+
+            return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
+
         blocks = shared.blocks if self.indexer.within_candidates else None
         if count := self.indexer.candidate_blocks:
-            shared = shared._replace(blocks=indexer_blocks(q, keys, weights, count=count, **past))
+            shared = shared._replace(blocks=best(indexer_blocks, {}, count=count))
             if blocks is None and count > self.indexer.topk:
                 blocks = shared.blocks  # which have all of the greatest entries
         if given is None:
             n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-            chosen = lightning_indexer(q, keys, weights, topk=min(self.indexer.topk, n), blocks=blocks, **past)
-            assert isinstance(chosen, jax.Array)  # because no scores are asked for
-            given = chosen
+            given = best(lightning_indexer, {"blocks": blocks}, topk=min(self.indexer.topk, n))
+            assert isinstance(given, jax.Array)  # because no scores are asked for
         return shared._replace(indices=given), (q, weights)
 
     def _seen(self, shared: Shared, given: jax.Array | None, own: Span | None = None) -> dict[str, Any]:
