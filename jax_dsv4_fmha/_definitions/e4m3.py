@@ -25,7 +25,12 @@ def unit_of(*xs: jax.Array, axes: Any) -> jax.Array:
 def codes(x: jax.Array, unit: jax.Array) -> jax.Array:
     """x / unit as e4m3; beyond 448 it is 448, and infinities are NaN."""
     scaled = x.astype(jnp.float32) / unit
-    return jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -448, 448), jnp.nan).astype(E4M3)
+    return _as_codes(jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -448, 448), jnp.nan))
+
+
+def _as_codes(x: jax.Array) -> jax.Array:
+    """x.astype(E4M3). XLA would leave out a conversion there and back."""
+    return jax.lax.optimization_barrier(x.astype(E4M3))
 
 
 def rounded(x: jax.Array, axes: Any) -> jax.Array:
@@ -39,4 +44,4 @@ def weights(logits: jax.Array, lse: jax.Array) -> jax.Array:
     log2_e = 1.4426950408889634
     shift = jnp.round(lse * log2_e) - _HEAD
     p = jnp.exp2(logits * log2_e - shift[..., None])
-    return p.astype(E4M3).astype(jnp.float32) * jnp.exp2(shift - lse * log2_e)[..., None]
+    return _as_codes(p).astype(jnp.float32) * jnp.exp2(shift - lse * log2_e)[..., None]

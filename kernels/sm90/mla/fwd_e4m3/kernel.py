@@ -36,11 +36,11 @@ from kernels.aot import Compiled
 from kernels.lib.columns import by_column, column_of
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARP, WARPGROUP, Shapes, i32, pointers
+from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import (
     arrive_if,
     copy_or_zero,
     bits_of,
-    keep,
     max_abs,
     permute_bytes,
     power_of_two,
@@ -90,22 +90,20 @@ class Scores:
     qk: cute.TiledMma
     a: cute.Tensor
     b: cute.Tensor  # (.., stage)
-    scores: cute.Tensor  # of every other tile
+    scores: cute.Tensor
+    p: cute.Tensor  # four words of each row
     scale: cute.Tensor  # of each row
     ref: cute.Tensor  # the exponent that P is relative to
     sum: cute.Tensor  # of this thread's columns
+    added: cute.Tensor  # what a tile adds to it
     factor: cute.Tensor
 
     @staticmethod
     def of(smem: Shared) -> "Scores":
         qk = product(64, warpgroup.OperandSource.SMEM)
-        rows = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(4))
+        rows, p = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)), cute.make_rmem_tensor((4, ROWS), Uint32)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        return Scores(thread, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), *rows)
-
-    def others(self) -> cute.Tensor:
-        """Those of the tiles between: made anew for each, so that nothing of the last one is kept."""
-        return accumulator(self.qk, 64)
+        return Scores(thread, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), p, *rows)
 
     @property
     def warp(self) -> Int32:
@@ -238,25 +236,9 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             s.sum.fill(0.0)
             for r in cutlass.range_constexpr(ROWS):
                 s.scale[r] = s.scale[r] * (units.scale_log2 * of_keys)
-            if tiles > 0:
-                self.issue(s, bar, s.scores, fill)
-                self.receive(bar, seen, s.scores, fill, Int32(0))
-                for pair in cutlass.range((tiles - 1) // 2, unroll=1):
-                    t, others = 2 * pair, s.others()
-                    self.issue(s, bar, others, fill + t + 1)
-                    self.hand_over(s, bar, smem, s.scores, made + t)
-                    self.receive(bar, seen, others, fill + t + 1, t + 1)
-                    self.issue(s, bar, s.scores, fill + t + 2)
-                    self.hand_over(s, bar, smem, others, made + t + 1)
-                    self.receive(bar, seen, s.scores, fill + t + 2, t + 2)
-                if tiles % 2 == 0:
-                    others = s.others()
-                    self.issue(s, bar, others, fill + tiles - 1)
-                    self.hand_over(s, bar, smem, s.scores, made + tiles - 2)
-                    self.receive(bar, seen, others, fill + tiles - 1, tiles - 1)
-                    self.hand_over(s, bar, smem, others, made + tiles - 1)
-                else:
-                    self.hand_over(s, bar, smem, s.scores, made + tiles - 1)
+            for t in cutlass.range(tiles, unroll=1):
+                self.score_tile(s, bar, seen, fill + t, t)
+                self.hand_over(s, bar, smem, made + t)
             self.finish(s, bar, smem, wave, tile, boxed, results, of_keys)
             fill, made = fill + tiles, made + tiles
 
@@ -301,61 +283,69 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
-        """Issues the scores of a tile."""
+    def score_tile(self, s: Scores, bar: Barriers, seen: SelectedRows, fill: Int32, t: Int32):
+        """The scores of tile t, masked."""
         state = bar.k.at(fill)
         state.wait_full()
         cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-        settle(scores)
-        multiply(s.qk, scores, s.a, s.b[None, None, None, state.index], fresh=True)
-
-    @cute.jit
-    def receive(
-        self, bar: Barriers, seen: SelectedRows, scores: cute.Tensor, fill: Int32, t: Int32
-    ):
-        """Waits for the scores of tile t, which then nothing is under way beside, and masks them."""
+        multiply(s.qk, s.scores, s.a, s.b[None, None, None, state.index], fresh=True)
         warpgroup.wait_group(0)
-        arrive_if(bar.k.at(fill).empty, Int32(cute.arch.lane_idx() == 0))
-        seen.mask(scores, t)
+        arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
+        seen.mask(s.scores, t)
         seen.prefetch(t + 1)
 
     @cute.jit
-    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
-        """Scores -> P in SMEM, and factors of what was summed before."""
-        lane, scores = cute.arch.lane_idx(), by_row(scores)
-        rose = Int32(0)
+    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, number: Int32):
+        """Scores -> P in SMEM, and factors of what was summed before.
+
+        Exponentials do not wait for the maximum. Where it turns out to be too high for the reference, they are made
+        anew.
+        """
+        lane, top = cute.arch.lane_idx(), cute.make_rmem_tensor(ROWS, Float32)
+        self.exponentiate(s)
+        scores, is_above = by_row(s.scores), cutlass.Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
             a, b = scores[r, 0], scores[r, 1]
             for i in cutlass.range_constexpr(2, cute.size(scores, mode=[1]), 2):
                 a, b = cute.arch.fmax(a, scores[r, i]), cute.arch.fmax(b, scores[r, i + 1])
-            top = cute.arch.warp_reduction_max(cute.arch.fmax(a, b), threads_in_group=4) * s.scale[r]
-            is_above = top > s.ref[r] + LIMIT
-            ref = (top + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
-            rose = rose | Int32(is_above)
-            s.factor[r] = exp2(s.ref[r] - ref)
-            s.ref[r] = ref
-            a, b = s.sum[r] * s.factor[r], Float32(0.0)
-            for i in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
-                scores[r, i] = exp2(scores[r, i] * s.scale[r] - ref)
-                scores[r, i + 1] = exp2(scores[r, i + 1] * s.scale[r] - ref)
-                a, b = a + scores[r, i], b + scores[r, i + 1]
-            s.sum[r] = a + b
-        place = bar.p.at(fill)
+            top[r] = cute.arch.warp_reduction_max(cute.arch.fmax(a, b), threads_in_group=4) * s.scale[r]
+            is_above = is_above | (top[r] > s.ref[r] + LIMIT)
+            s.factor[r] = 1.0
+        rose = cute.arch.vote_any_sync(is_above)
+        if rose:
+            for r in cutlass.range_constexpr(ROWS):
+                is_above = top[r] > s.ref[r] + LIMIT
+                ref = (top[r] + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
+                s.factor[r] = exp2(s.ref[r] - ref)
+                s.ref[r] = ref
+            self.exponentiate(s)
+        for r in cutlass.range_constexpr(ROWS):
+            s.sum[r] = s.sum[r] * s.factor[r] + s.added[r]
+        place = bar.p.at(number)
         place.wait_empty()
-        smem.rose[s.warp, place.index] = Int32(cute.arch.vote_any_sync(rose != 0))
+        smem.rose[s.warp, place.index] = Int32(rose)
         target = smem.p.iterator.toint() + place.index * (64 * 64)
-        words = cute.make_rmem_tensor((4, ROWS), Uint32)
         for r in cutlass.range_constexpr(ROWS):
             row = row_of(s.thread, r)
             smem.factor[row, place.index] = s.factor[r]
             for j in cutlass.range_constexpr(4):
-                words[j, r] = to_e4m3(*(scores[r, 4 * j + k] for k in range(4)))
-            for j in cutlass.range_constexpr(4):
                 at = target + row * 64 + (j ^ (row // 2 % 4)) * 16 + lane % 4 * 4
-                shared_words(at, 1)[0] = words[j, r]
+                shared_words(at, 1)[0] = s.p[j, r]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         arrive_if(place.full, Int32(lane == 0))
+
+    @cute.jit
+    def exponentiate(self, s: Scores):
+        """p <- exp(scale scores), rounded, in units of 2^ref; added <- their sums, of this thread's columns."""
+        scores = by_row(s.scores)
+        for r in cutlass.range_constexpr(ROWS):
+            a, b = Float32(0.0), Float32(0.0)
+            for j in cutlass.range_constexpr(4):
+                x = [exp2(scores[r, 4 * j + k] * s.scale[r] - s.ref[r]) for k in range(4)]
+                a, b = a + x[0] + x[2], b + x[1] + x[3]
+                s.p[j, r] = to_e4m3(*x)
+            s.added[r] = a + b
 
     @cute.jit
     def finish(
@@ -397,11 +387,13 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         side = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 2
         pv = product(64, warpgroup.OperandSource.RMEM)
         p = operand_b(pv, smem.p)
-        a = cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN)
+        a = tuple(cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN) for _ in range(2))
         part, out = accumulator(pv, 64), tuple(accumulator(pv, 64) for _ in range(c.half // COLUMNS))
         factor = cute.make_rmem_tensor(16, Float32)
-        # where this lane's row of the matrices of a warp's 16 columns and 32 keys is in a tile; 64 columns on, bit 6 flips
-        here = smem.k.iterator.toint() + side * (c.half // 128 * c.tile_n * 128) + lane * 128 + (warp ^ lane % 8) * 16
+        # Where this lane's row is, of matrices of 32 keys and a warp's first 16 columns; those of the next ones differ in
+        # bits 4 and 5. A warp has 64 columns, 16 of each product, so that it stores whole lines of O.
+        slab, chunk = side * (c.half // SLAB_BYTES) + warp // 2, warp % 2 * 4 ^ lane % 8
+        here = smem.k.iterator.toint() + (slab * c.tile_n + lane) * SLAB_BYTES + chunk * 16
         fill, taken = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
             bar.info.at(wave).wait_full()
@@ -412,39 +404,73 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             fill = fill + Q_TILES
             for m in cutlass.range_constexpr(len(out)):
                 out[m].fill(0.0)
+            after = Int32(0)
             for t in cutlass.range(tiles, unroll=1):
-                k, of_p = bar.k.at(fill + t), bar.p.at(taken + t)
-                of_p.wait_full()
-                k.wait_full()
-                self.rescale(smem, of_p.index, out, factor, thread)
-                for m in cutlass.range_constexpr(len(out)):
-                    at = here + k.index * (c.tile_n * c.d) + m // 2 * (c.tile_n * 128)
-                    load_values(a, at ^ (m % 2 * 64))
-                    multiply(pv, part, a, p[None, None, None, of_p.index], fresh=True)
-                    warpgroup.wait_group(0)
-                    for i in cutlass.range_constexpr(cute.size(part)):
-                        out[m][i] = out[m][i] + part[i]
-                arrive_if(k.empty, Int32(lane == 0))
-                arrive_if(of_p.empty, Int32(lane == 0))
+                if t == after:
+                    places = [(bar.k.at(fill + t + i), bar.p.at(taken + t + i)) for i in range(2)]
+                    self.await_tile(*places[0])
+                    both = t + 1 < tiles
+                    if both:
+                        self.await_tile(*places[1])
+                        both = self.rose(smem, places[1][1].index) == 0
+                    if self.rose(smem, places[0][1].index) != 0:
+                        self.rescale(smem, places[0][1].index, out, factor, thread)
+                    if both:
+                        self.add(pv, out, part, a, p, here, places)
+                    else:
+                        self.add(pv, out, part, a, p, here, places[:1])
+                    after = t + 1 + Int32(both)
             fill, taken = fill + tiles, taken + tiles
             tile = RowTile.read(smem.info[None, 0, wave & 1], n)
             arrive_if(bar.info.at(wave).empty, Int32(lane == 0))
-            self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * 16, thread)
+            self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * COLUMNS, thread)
+
+    @cute.jit
+    def await_tile(self, k: PipelineState, p: PipelineState):
+        p.wait_full()
+        k.wait_full()
+
+    def rose(self, smem: Shared, stage: Int32) -> Int32:
+        """Not 0 where a reference rose, so that what was summed before has factors."""
+        rose = smem.rose[0, stage]
+        for i in range(1, WARPS):
+            rose = rose | smem.rose[i, stage]
+        return rose
 
     @cute.jit
     def rescale(self, smem: Shared, stage: Int32, out: tuple, factor: cute.Tensor, thread: Int32):
-        """Multiplies what was summed before, where a reference rose."""
-        rose = Int32(0)
-        for i in cutlass.range_constexpr(WARPS):
-            rose = rose | smem.rose[i, stage]
-        if rose != 0:
+        for i in cutlass.range_constexpr(cute.size(factor)):
+            factor[i] = smem.factor[column_of(thread, i), stage]
+        for m in cutlass.range_constexpr(len(out)):
+            x = by_column(out[m])
             for i in cutlass.range_constexpr(cute.size(factor)):
-                factor[i] = smem.factor[column_of(thread, i), stage]
-            for m in cutlass.range_constexpr(len(out)):
-                x = by_column(out[m])
-                for i in cutlass.range_constexpr(cute.size(factor)):
-                    for r in cutlass.range_constexpr(ROWS):
-                        x[i, r] = x[i, r] * factor[i]
+                for r in cutlass.range_constexpr(ROWS):
+                    x[i, r] = x[i, r] * factor[i]
+
+    @cute.jit
+    def add(
+        self,
+        pv: cute.TiledMma,
+        out: tuple,
+        part: cute.Tensor,
+        a: tuple,
+        p: cute.Tensor,
+        here: Int32,
+        places: cutlass.Constexpr,
+    ):
+        """out <- out + V' P' of one or two tiles, which are summed apart; then their places are free."""
+        c = self.config
+        for m in cutlass.range_constexpr(len(out)):
+            for i in cutlass.range_constexpr(len(places)):
+                k, of_p = places[i]
+                load_values(a[i], here + k.index * (c.tile_n * c.d) ^ m * 16)
+                multiply(pv, part, a[i], p[None, None, None, of_p.index], fresh=i == 0)
+            warpgroup.wait_group(0)
+            for i in cutlass.range_constexpr(cute.size(part)):
+                out[m][i] = out[m][i] + part[i]
+        for i in cutlass.range_constexpr(len(places)):
+            for state in places[i]:
+                arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
 
     @cute.jit
     def store_out(
@@ -458,30 +484,24 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         column0: Int32,
         thread: Int32,
     ):
-        """o <- O, rounded. A lane has two neighbouring columns of a head, and eight lanes have 32 bytes."""
+        """o <- O, rounded. Eight lanes have a head's 64 columns, 2 of each 16; after an exchange each has 8 in a row."""
         c, lane = self.config, cute.arch.lane_idx()
         state = bar.sums.at(wave)
         state.wait_full()
         first, rows = rows_of(tile)
+        eighth, words = lane // 4, cute.make_rmem_tensor(len(out), Uint32)
+        column = column0 + eighth % 4 * 16 + eighth // 4 * 8
         for i in cutlass.range_constexpr(16):
             head = column_of(thread, i)
             factor = smem.sums[head, wave & 1]
+            for m in cutlass.range_constexpr(len(out)):
+                x = by_column(out[m])
+                words[m] = round_pair(x[i, 0] * factor, x[i, 1] * factor, o.dtype)
+            transpose_over(words, ((eighth % 2 == 1, 4), (eighth // 2 % 2 == 1, 8)))
             if head < rows:
-                place = o + ((first + head) * c.d + column0 + lane // 4 * 2)
-                target = cute.make_tensor(
-                    cute.recast_ptr(place.align(4), dtype=Uint32), cute.make_layout(len(out), stride=COLUMNS // 2)
-                )
-                for m in cutlass.range_constexpr(len(out)):
-                    x = by_column(out[m])
-                    target[m] = round_pair(x[i, 0] * factor, x[i, 1] * factor, o.dtype)
+                place = cute.recast_ptr((o + ((first + head) * c.d + column)).align(16), dtype=Uint32)
+                cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(len(out))))
         arrive_if(state.empty, Int32(lane == 0))
-
-
-def settle(acc: cute.Tensor) -> None:
-    """What acc held is moved to its registers now: LLVM would do it between a fence and the first product."""
-    words = cute.recast_tensor(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), Int32)
-    for i in range(cute.size(words)):
-        words[i] = keep(words[i])
 
 
 def rows_of(tile: RowTile) -> tuple[Int64, Int32]:
@@ -492,6 +512,15 @@ def rows_of(tile: RowTile) -> tuple[Int64, Int32]:
 def shared_words(address: Int32, count: int) -> cute.Tensor:
     place = cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=4 * count)
     return cute.make_tensor(place, cute.make_layout(count))
+
+
+@cute.jit
+def transpose_over(x: cute.Tensor, bits: tuple):
+    """x[i] of lane j <-> x[j] of lane i, for four lanes, whose numbers have these two bits: each with a distance."""
+    for (bit, distance), pairs in zip(bits, (((0, 1), (2, 3)), ((0, 2), (1, 3))), strict=True):
+        for i, j in pairs:
+            received = cute.arch.shuffle_sync_bfly(x[i] if bit else x[j], offset=distance)
+            x[i], x[j] = received if bit else x[i], x[j] if bit else received
 
 
 def load_values(a: cute.Tensor, address: Int32) -> None:
