@@ -21,7 +21,7 @@ class Config:
     cluster: int = 1
 
     threads = 4 * WARPGROUP  # a producer, the scores, and two halves of O's columns
-    registers = (32, 80, 200)  # of a thread, in that order
+    registers = (24, 104, 192)  # of a thread, in that order
     launch_options = {"min_blocks_per_mp": 1}  # noqa: RUF012
 
     @property

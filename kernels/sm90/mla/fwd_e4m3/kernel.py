@@ -41,6 +41,7 @@ from kernels.lib.ptx import (
     arrive_if,
     copy_or_zero,
     bits_of,
+    keep,
     max_abs,
     permute_bytes,
     power_of_two,
@@ -62,6 +63,7 @@ LEAST = -1e30  # a reference before any key was seen
 HEAD, LIMIT = 5, 8.5  # P is about 2^HEAD at most when a reference is set, and 2^LIMIT before it is set anew
 TO_INTEGER = 12582912.0  # 1.5 2^23: added and subtracted, it rounds to an integer
 TOP = 134  # the biased exponent of the greatest number of a row of q in its unit: below 256, of e4m3's 448
+PARTS = 4  # of a tile's softmax, under parts of the next scores' products: halves of each row
 COLUMNS = 64  # of O, of a product
 Q_TILES = 2  # places of keys that a tile of q takes
 AT_A_TIME = 4  # rows of q of which a warp has loads under way
@@ -96,14 +98,19 @@ class Scores:
     ref: cute.Tensor  # the exponent that P is relative to
     sum: cute.Tensor  # of this thread's columns
     added: cute.Tensor  # what a tile adds to it
+    top: cute.Tensor  # a tile's greatest score
     factor: cute.Tensor
 
     @staticmethod
     def of(smem: Shared) -> "Scores":
         qk = product(64, warpgroup.OperandSource.SMEM)
-        rows, p = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)), cute.make_rmem_tensor((4, ROWS), Uint32)
+        rows, p = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(6)), cute.make_rmem_tensor((4, ROWS), Uint32)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         return Scores(thread, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), p, *rows)
+
+    def others(self) -> cute.Tensor:
+        """Scores of the tiles between: made anew for each, so that nothing of the last one is kept."""
+        return accumulator(self.qk, 64)
 
     @property
     def warp(self) -> Int32:
@@ -141,7 +148,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             self.produce(bar, smem, q, operands, n)
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_decrease(scores)
-            self.score(bar, smem, operands, results, units, n)
+            self.make_scores(bar, smem, operands, results, units, n)
         else:
             cute.arch.setmaxregister_increase(products)
             self.multiply(bar, smem, o, n)
@@ -215,7 +222,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     # ---- scores
 
     @cute.jit
-    def score(
+    def make_scores(
         self, bar: Barriers, smem: Shared, operands: tuple, results: RowResults, units: Units, n: Extents
     ):
         c, s = self.config, Scores.of(smem)
@@ -236,9 +243,22 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             s.sum.fill(0.0)
             for r in cutlass.range_constexpr(ROWS):
                 s.scale[r] = s.scale[r] * (units.scale_log2 * of_keys)
-            for t in cutlass.range(tiles, unroll=1):
-                self.score_tile(s, bar, seen, fill + t, t)
-                self.hand_over(s, bar, smem, made + t)
+            if tiles > 0:
+                self.score(s, bar, s.scores, fill)
+                self.receive(bar, seen, s.scores, fill, Int32(0))
+                for pair in cutlass.range((tiles - 1) // 2, unroll=1):
+                    t, others = 2 * pair, s.others()
+                    self.hand_over(s, bar, smem, s.scores, made + t, others, fill + t + 1)
+                    self.receive(bar, seen, others, fill + t + 1, t + 1)
+                    self.hand_over(s, bar, smem, others, made + t + 1, s.scores, fill + t + 2)
+                    self.receive(bar, seen, s.scores, fill + t + 2, t + 2)
+                if tiles % 2 == 0:
+                    others = s.others()
+                    self.hand_over(s, bar, smem, s.scores, made + tiles - 2, others, fill + tiles - 1)
+                    self.receive(bar, seen, others, fill + tiles - 1, tiles - 1)
+                    self.hand_over(s, bar, smem, others, made + tiles - 1)
+                else:
+                    self.hand_over(s, bar, smem, s.scores, made + tiles - 1)
             self.finish(s, bar, smem, wave, tile, boxed, results, of_keys)
             fill, made = fill + tiles, made + tiles
 
@@ -283,46 +303,75 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def score_tile(self, s: Scores, bar: Barriers, seen: SelectedRows, fill: Int32, t: Int32):
-        """The scores of tile t, masked."""
-        state = bar.k.at(fill)
-        state.wait_full()
+    def score(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
+        """Issues the scores of a row tile's first tile."""
+        self.await_keys(s, bar, scores, fill)
+        self.issue(s, bar, scores, fill, range(PARTS))
+
+    @cute.jit
+    def await_keys(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
+        bar.k.at(fill).wait_full()
         cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-        multiply(s.qk, s.scores, s.a, s.b[None, None, None, state.index], fresh=True)
+        settle(scores)
+
+    def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32, parts: range) -> None:
+        """Issues parts of d."""
+        blocks = self.config.d // 32 // PARTS
+        keys = s.b[None, None, None, bar.k.at(fill).index]
+        multiply(s.qk, scores, s.a, keys, parts[0] == 0, range(parts[0] * blocks, (parts[-1] + 1) * blocks))
+
+    @cute.jit
+    def receive(self, bar: Barriers, seen: SelectedRows, scores: cute.Tensor, fill: Int32, t: Int32):
+        """Waits for the scores of tile t, which then nothing is under way beside, and masks them."""
         warpgroup.wait_group(0)
-        arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
-        seen.mask(s.scores, t)
+        arrive_if(bar.k.at(fill).empty, Int32(cute.arch.lane_idx() == 0))
+        seen.mask(scores, t)
         seen.prefetch(t + 1)
 
     @cute.jit
-    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, number: Int32):
-        """Scores -> P in SMEM, and factors of what was summed before.
+    def hand_over(
+        self,
+        s: Scores,
+        bar: Barriers,
+        smem: Shared,
+        tile: cute.Tensor,
+        number: Int32,
+        after: cute.Tensor | None = None,
+        fill: Int32 = 0,
+    ):
+        """The scores of a tile -> P in SMEM, and factors of what was summed before; under the products of the scores
+        `after`, if there are any.
 
         Exponentials do not wait for the maximum. Where it turns out to be too high for the reference, they are made
-        anew.
+        anew. A warp that issues products waits for those before, so they are issued part by part; ptxas moves nothing
+        over a wait.
         """
-        lane, top = cute.arch.lane_idx(), cute.make_rmem_tensor(ROWS, Float32)
-        self.exponentiate(s)
-        scores, is_above = by_row(s.scores), cutlass.Boolean(False)
+        lane, place = cute.arch.lane_idx(), bar.p.at(number)
+        s.top.fill(-Float32.inf)
+        if cutlass.const_expr(after is not None):
+            self.await_keys(s, bar, after, fill)
+        for part in cutlass.range_constexpr(PARTS):
+            if cutlass.const_expr(after is not None):
+                self.issue(s, bar, after, fill, range(part, part + 1))
+            place.wait_empty()
+            self.exponentiate(s, tile, part)
+            self.raise_top(s, tile, part)
+        is_above = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
-            a, b = scores[r, 0], scores[r, 1]
-            for i in cutlass.range_constexpr(2, cute.size(scores, mode=[1]), 2):
-                a, b = cute.arch.fmax(a, scores[r, i]), cute.arch.fmax(b, scores[r, i + 1])
-            top[r] = cute.arch.warp_reduction_max(cute.arch.fmax(a, b), threads_in_group=4) * s.scale[r]
-            is_above = is_above | (top[r] > s.ref[r] + LIMIT)
+            s.top[r] = cute.arch.warp_reduction_max(s.top[r], threads_in_group=4) * s.scale[r]
+            is_above = is_above | (s.top[r] > s.ref[r] + LIMIT)
             s.factor[r] = 1.0
         rose = cute.arch.vote_any_sync(is_above)
         if rose:
             for r in cutlass.range_constexpr(ROWS):
-                is_above = top[r] > s.ref[r] + LIMIT
-                ref = (top[r] + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
+                is_above = s.top[r] > s.ref[r] + LIMIT
+                ref = (s.top[r] + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
                 s.factor[r] = exp2(s.ref[r] - ref)
                 s.ref[r] = ref
-            self.exponentiate(s)
+            for part in cutlass.range_constexpr(PARTS):
+                self.exponentiate(s, tile, part)
         for r in cutlass.range_constexpr(ROWS):
             s.sum[r] = s.sum[r] * s.factor[r] + s.added[r]
-        place = bar.p.at(number)
-        place.wait_empty()
         smem.rose[s.warp, place.index] = Int32(rose)
         target = smem.p.iterator.toint() + place.index * (64 * 64)
         for r in cutlass.range_constexpr(ROWS):
@@ -335,17 +384,20 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         cute.arch.sync_warp()
         arrive_if(place.full, Int32(lane == 0))
 
-    @cute.jit
-    def exponentiate(self, s: Scores):
-        """p <- exp(scale scores), rounded, in units of 2^ref; added <- their sums, of this thread's columns."""
-        scores = by_row(s.scores)
-        for r in cutlass.range_constexpr(ROWS):
-            a, b = Float32(0.0), Float32(0.0)
-            for j in cutlass.range_constexpr(4):
-                x = [exp2(scores[r, 4 * j + k] * s.scale[r] - s.ref[r]) for k in range(4)]
-                a, b = a + x[0] + x[2], b + x[1] + x[3]
-                s.p[j, r] = to_e4m3(*x)
-            s.added[r] = a + b
+    def exponentiate(self, s: Scores, tile: cute.Tensor, part: int) -> None:
+        """p <- exp(scale scores), rounded, in units of 2^ref, of half of a row; added <- their sum over the row."""
+        scores, r = by_row(tile), part // 2
+        for j in range(part % 2 * 2, part % 2 * 2 + 2):
+            x = [exp2(scores[r, 4 * j + k] * s.scale[r] - s.ref[r]) for k in range(4)]
+            total = (x[0] + x[1]) + (x[2] + x[3])
+            s.added[r] = s.added[r] + total if j else total
+            s.p[j, r] = to_e4m3(*x)
+
+    def raise_top(self, s: Scores, tile: cute.Tensor, part: int) -> None:
+        """The maximum of the same scores."""
+        scores, r = by_row(tile), part // 2
+        for i in range(part % 2 * 8, part % 2 * 8 + 8):
+            s.top[r] = cute.arch.fmax(s.top[r], scores[r, i])
 
     @cute.jit
     def finish(
@@ -502,6 +554,13 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 place = cute.recast_ptr((o + ((first + head) * c.d + column)).align(16), dtype=Uint32)
                 cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(len(out))))
         arrive_if(state.empty, Int32(lane == 0))
+
+
+def settle(acc: cute.Tensor) -> None:
+    """What acc held is moved to its registers now: LLVM would do it between a fence and the first product."""
+    words = cute.recast_tensor(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), Int32)
+    for i in range(cute.size(words)):
+        words[i] = keep(words[i])
 
 
 def rows_of(tile: RowTile) -> tuple[Int64, Int32]:
