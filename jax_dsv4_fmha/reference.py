@@ -227,8 +227,10 @@ def unit_of_keys(*keys: jax.Array) -> jax.Array:
 
 
 def rounded_for_products(q: jax.Array, *keys: jax.Array | None) -> tuple[Any, ...]:
-    """q and keys [b, s, d], of which some may be None, as products of e4m3 take them: float32 numbers that are rounded in
-    a unit for each row of q, and one for all keys of a batch entry; of all entries where a pool [s, d] is among them."""
+    """q and keys [b, s, d], of which some may be None, as products of e4m3 take them: float32 numbers that are rounded
+    in a unit for each row of q, and one for all keys of a batch entry; of all entries where a pool [s, d] is among
+    them.
+    """
     unit = unit_of_keys(*(x for x in keys if x is not None))
     return e4m3.rounded(q, -1), *(None if x is None else e4m3.codes(x, unit).astype(_FP32) * unit for x in keys)
 

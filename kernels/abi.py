@@ -77,9 +77,7 @@ def gathers(sources: tuple[str, ...]) -> bool:
     return any(kind != "span" for kind in sources)
 
 
-def source_blocks(
-    sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False
-) -> Params:
+def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False) -> Params:
     """A kernel's parameters for each source of keys.
 
     A gathered source has the address of its keys, another source their map, that of a latent in tiles that are cut.

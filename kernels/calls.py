@@ -70,9 +70,7 @@ def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop",
     )
 
 
-def selection(
-    i: int, name: str, axes: str, prefix: str = "", packed: bool = False, dtype: str = "T"
-) -> Arrays:
+def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = False, dtype: str = "T") -> Arrays:
     """A source of keys that are values too, of which query j sees those that indices[j, :length[j]] name; its keys may
     be a pool of all sequences, or pages of packed entries.
     """

@@ -16,7 +16,7 @@ _HEAD = 5  # log2 of the greatest weight, about
 
 
 def unit_of(*xs: jax.Array, axes: Any) -> jax.Array:
-    """A power of two, float32, for all numbers along these axes; the axes stay, with size 1. Infinities do not count."""
+    """A power of two, float32, for all finite numbers along these axes, which stay, with size 1."""
     most = [jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), 0), axes, keepdims=True) for x in xs]
     _, exponent = jnp.frexp(jnp.max(jnp.stack(most), 0))  # most = m 2**exponent, with 0.5 <= m < 1
     return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, _LEAST_EXPONENT) - _TOP)

@@ -78,10 +78,12 @@ class SpanSource:
         held = (keys,) if self.values is None else (keys, keys)
         return tuple(map(Axes, self.names, (*held, _ROWS, _ROWS)))
 
-    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float, **products: str) -> reference.Attention:
+    def reference(
+        self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
+    ) -> reference.Attention:
         keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
         span = Span(self.start, self.stop)
-        return reference.fmha(q, keys, self.values, span=span, sink=sink, scale=scale, **products)
+        return reference.fmha(q, keys, self.values, span=span, sink=sink, scale=scale, products=products)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, sink_factor, delta (`attention_op.gradient`)."""
@@ -133,13 +135,15 @@ class SelectionSource:
         width = f"{self.axis}_bytes" if self.is_packed else "d"
         return tuple(map(Axes, self.names, (f"{ONE_OR_B} {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
 
-    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float, **products: str) -> reference.Attention:
+    def reference(
+        self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
+    ) -> reference.Attention:
         keys = self.keys
         if self.is_packed:
             keys = dequantize_cache(keys, self.layout)
             keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
         keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
-        how: dict[str, Any] = {"topk_length": self.length, "sink": sink, "scale": scale, **products}
+        how: dict[str, Any] = {"topk_length": self.length, "sink": sink, "scale": scale, "products": products}
         return reference.sparse_fmha(q, keys, self.indices, **how)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
@@ -215,7 +219,9 @@ def attend(
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
-    support = _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources, turn is not None, products)
+    support = (
+        _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources, turn is not None, products)
+    )
     use = choose(op, "cubin" if batch_invariant else implementation, support)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
@@ -243,9 +249,7 @@ def attend(
 _ONE_SPAN = (("separate_kv",), ("span",))
 
 
-def support_of(
-    q: jax.Array, sources: Sequence[Source], turns: bool = False, products: str | None = None
-) -> Support:
+def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False, products: str | None = None) -> Support:
     """The kernel for all of these sources in one launch; turns: that with a `Turn`; products: that by these."""
     kinds = _kinds(sources)
     descriptions = dict.fromkeys(x for source in sources for x in source.description)

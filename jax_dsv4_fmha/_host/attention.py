@@ -4,8 +4,8 @@ without it.
 `mla_span_fwd_turned`, `csa_fwd_turned` and `hca_fwd_turned` take q before its norm and RoPE, after the sink a table
 float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back.
 
-`csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as codes, float8_e4m3fn, and after the sink
-float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with.
+`csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as codes, float8_e4m3fn, and after the
+sink float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with.
 """
 
 import functools

@@ -87,9 +87,9 @@ def dsv4_attention(
         A kernel then reads the gradient of o as that product's gradient writes it. Results do not depend on it. It must
         divide h_q.
 
-      products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some 4 %
-        off (docs/howto/fp8-products.md). q is bfloat16, and d is 512. It is one launch, in any order of sums, and there is
-        no gradient. Entries may be in a Cache that is not packed.
+      products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
+        4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
+        and there is no gradient. Entries may be in a Cache that is not packed.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.

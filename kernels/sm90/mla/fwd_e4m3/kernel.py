@@ -1,21 +1,21 @@
 """Attention for Hopper over a latent that is both K and V, head dimension 512, by products of e4m3.
 
-Keys come as codes of e4m3, 512 bytes each, in one unit for all keys of a batch entry. They are gathered as they are. q is
-bfloat16, and is rounded here, in a unit for each row.
+Keys come as codes of e4m3, 512 bytes each, in one unit for all keys of a batch entry, and are gathered as they are. q
+is bfloat16, and is rounded here, in a unit for each row.
 
-    producer   q, and keys, gathered with cp.async: a ring of tiles of 64 keys, or of 32 rows of q
-                   | k full                                        ^ k empty
-    scores     q rounded; S = Q K', with the next tile's under the softmax of this one; P to SMEM
-                   | p full, with factors for the sums before      ^ p empty
-    products   O' += V' P', a half of the columns each: left, right
+    producer   q and keys, with cp.async: a ring of places of 64 keys, or of 32 rows of q
+                   | k full, with bits of absent keys                  ^ k empty
+    scores     q rounded; S = Q K', the next tile's under the softmax of this one; P to SMEM
+                   | p full, with factors for the sums before          ^ p empty
+    products   O' += V' P', a half of the columns each
 
-So a softmax never waits for the products of P, nor these for it, until a ring is full.
+So a softmax never waits for products of P, nor these for it, until a ring is full.
 
-**O transposed.** A product of e4m3 takes operands of which neighbouring bytes are neighbouring keys, and the keys in SMEM
-have neighbouring columns so. `ldmatrix` of pairs of bytes, transposed, and a permutation of bytes make a part of V' in
-registers, the left operand. Its keys come in the order in which an accumulator of S has them, so P is stored by words.
+**O transposed.** A product of e4m3 takes operands whose neighbouring bytes are neighbouring keys, and keys in SMEM have
+neighbouring columns there. `ldmatrix` of pairs of bytes, transposed, and a permutation of bytes make a part of V' in
+registers, the left operand. Its keys come in the order that they have in an accumulator of S, so P is stored by words.
 
-**Sums.** A sum of e4m3 products keeps some 14 bits, so products of one tile are summed apart, and added to O in float32.
+**Sums.** A sum of e4m3 products keeps some 14 bits, so those of a tile or two are summed apart, and added in float32.
 
 **P** is rounded in units of powers of two. The reference of a row is an integer exponent, and rises only when P would
 leave the range of e4m3. So a factor is mostly 1, and always exact.
@@ -34,22 +34,24 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.columns import by_column, column_of
-from kernels.lib.forward import ForwardKernel, Source
-from kernels.lib.launch import WARP, WARPGROUP, Shapes, i32, pointers
+from kernels.lib.forward import ForwardKernel
+from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import (
     arrive_if,
-    copy_or_zero,
     bits_of,
+    copy_or_zero,
     keep,
+    load_again,
     max_abs,
     permute_bytes,
     power_of_two,
+    thread_id_again,
     to_e4m3,
     warp_max_u32,
 )
 from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, load, row_of, store
-from kernels.lib.selections import GATHERED, LANES_A_ROW, Selection, SelectedRows, gathered, open_selection, read_selection, with_keys
+from kernels.lib.selections import LANES_A_ROW, Selection, open_selection, present, with_keys
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, by_row, exp2
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tile_scheduler import TileScheduler
@@ -69,6 +71,7 @@ Q_TILES = 2  # places of keys that a tile of q takes
 AT_A_TIME = 4  # rows of q of which a warp has loads under way
 LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit is a number
 SLAB_BYTES = 128  # of a row
+ALL_PRESENT = (1 << 64 // WARPS) - 1  # the bits of a warp of the producer
 LOW, HIGH = 0x6420, 0x7531  # permutations: the even bytes, the odd ones
 
 
@@ -126,13 +129,8 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Units:
         return Units(scale_log2, table)
 
-    def examples(self, variant: Forward) -> tuple:
-        return super().examples(variant)
-
     @cute.kernel
-    def kernel(
-        self, q: cute.Pointer, o: cute.Pointer, sources: tuple, results: RowResults, units: Units, n: Extents
-    ):
+    def kernel(self, q: cute.Pointer, o: cute.Pointer, sources: tuple, results: RowResults, units: Units, n: Extents):
         c = self.config
         operands = tuple(source[-1] for source in sources)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -148,7 +146,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             self.produce(bar, smem, q, operands, n)
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_decrease(scores)
-            self.make_scores(bar, smem, operands, results, units, n)
+            self.make_scores(bar, smem, results, units, n)
         else:
             cute.arch.setmaxregister_increase(products)
             self.multiply(bar, smem, o, n)
@@ -168,8 +166,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             info = bar.info.at(wave)
             info.wait_empty()
             if thread == 0:
-                for which, x in enumerate((tile, *opened)):
-                    x.publish(smem.info[None, which, wave & 1])
+                tile.publish(smem.info[None, wave & 1])
                 smem.tiles[wave & 1] = total_tiles(opened)
                 info.arrive_full()
             tiles = total_tiles(opened)
@@ -184,7 +181,11 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 state.wait_empty()
                 keys = cute.make_tensor(smem.k.iterator + state.index * (c.tile_n * c.d), cute.make_layout(1))
                 with_keys(opened, t).gather(keys, now, thread, range(c.d // SLAB_BYTES), WARPGROUP)
-                state.copy_full()
+                here = present([now[i] >= 0 for i in range(cute.size(now))], thread)
+                if thread % WARP == 0:
+                    smem.seen[thread // WARP, state.index] = here
+                cute.arch.sync_warp()
+                self.tell(state, thread)
             fill = fill + tiles
 
     @cute.jit
@@ -200,9 +201,14 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             source, there = (q + first * c.d).toint() + part * each, rows * (2 * c.d) - part * each
             for i in cutlass.range_constexpr(each // (16 * WARPGROUP)):
                 at = thread * 16 + i * 16 * WARPGROUP
-                present = Int32(16) if at < there else Int32(0)
-                copy_or_zero(target + at, source + (at if at < there else Int32(0)), present)
-            state.copy_full()
+                size = Int32(16) if at < there else Int32(0)
+                copy_or_zero(target + at, source + (at if at < there else Int32(0)), size)
+            self.tell(state, thread)
+
+    def tell(self, state: PipelineState, thread: Int32) -> None:
+        """That a place of keys is full: each thread when its copies have come, and each warp what it has stored."""
+        state.copy_full()
+        arrive_if(state.full, Int32(thread % WARP == 0))
 
     def prefetch_indices(self, opened: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
         on_source(opened, t, Selection.prefetch_indices, wanted, thread, WARPGROUP)
@@ -211,32 +217,23 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         """Heads of one query follow one another, so that they share the keys in L2."""
         return TileScheduler.of(n, Int32(1), 1)
 
-    def reopen(self, operands: tuple, smem: Shared, wave: Int32, n: Extents) -> tuple[PlacedTile, tuple]:
-        c = self.config
-        slots = [smem.info[None, which, wave & 1] for which in range(1 + len(operands))]
-        tile = RowTile.read(slots[0], n)
-        return tile, tuple(
-            read_selection(x, tile, c.tile_n, c.words, slot) for x, slot in zip(operands, slots[1:], strict=True)
-        )
+    def found(self, smem: Shared, wave: Int32, n: Extents) -> tuple[PlacedTile, Int32]:
+        """What the producer found: a tile of rows, and how many tiles of keys it has."""
+        tile = RowTile.read(smem.info[None, wave & 1], n)
+        return tile, cute.arch.make_warp_uniform(smem.tiles[wave & 1])
 
     # ---- scores
 
     @cute.jit
-    def make_scores(
-        self, bar: Barriers, smem: Shared, operands: tuple, results: RowResults, units: Units, n: Extents
-    ):
-        c, s = self.config, Scores.of(smem)
+    def make_scores(self, bar: Barriers, smem: Shared, results: RowResults, units: Units, n: Extents):
+        s = Scores.of(smem)
         boxed = BoxedRows.of(n, 0, s.thread, True)
         fill, made = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
             info = bar.info.at(wave)
             info.wait_full()
-            tile, opened = self.reopen(operands, smem, wave, n)
-            arrive_if(info.empty, Int32(cute.arch.lane_idx() == 0))
-            tiles, seen = total_tiles(opened), SelectedRows.of(opened)
+            tile, tiles = self.found(smem, wave, n)
             of_keys = load(units.of_keys + tile.batch)
-            if tiles > 0:
-                seen.prefetch(Int32(0))
             self.round_q(s, bar, smem, fill)
             fill = fill + Q_TILES
             s.ref.fill(LEAST)
@@ -245,33 +242,34 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 s.scale[r] = s.scale[r] * (units.scale_log2 * of_keys)
             if tiles > 0:
                 self.score(s, bar, s.scores, fill)
-                self.receive(bar, seen, s.scores, fill, Int32(0))
+                self.receive(s, bar, smem, s.scores, fill)
                 for pair in cutlass.range((tiles - 1) // 2, unroll=1):
                     t, others = 2 * pair, s.others()
                     self.hand_over(s, bar, smem, s.scores, made + t, others, fill + t + 1)
-                    self.receive(bar, seen, others, fill + t + 1, t + 1)
+                    self.receive(s, bar, smem, others, fill + t + 1)
                     self.hand_over(s, bar, smem, others, made + t + 1, s.scores, fill + t + 2)
-                    self.receive(bar, seen, s.scores, fill + t + 2, t + 2)
+                    self.receive(s, bar, smem, s.scores, fill + t + 2)
                 if tiles % 2 == 0:
                     others = s.others()
                     self.hand_over(s, bar, smem, s.scores, made + tiles - 2, others, fill + tiles - 1)
-                    self.receive(bar, seen, others, fill + tiles - 1, tiles - 1)
+                    self.receive(s, bar, smem, others, fill + tiles - 1)
                     self.hand_over(s, bar, smem, others, made + tiles - 1)
                 else:
                     self.hand_over(s, bar, smem, s.scores, made + tiles - 1)
-            self.finish(s, bar, smem, wave, tile, boxed, results, of_keys)
+            self.finish(s, bar, smem, wave, boxed, results, units, n)
             fill, made = fill + tiles, made + tiles
 
     @cute.jit
     def round_q(self, s: Scores, bar: Barriers, smem: Shared, fill: Int32):
         """Rounds a tile of q to e4m3, in a power of two for each row, which is then in scale. A warp has 16 rows."""
-        c, lane = self.config, cute.arch.lane_idx()
+        c, thread = self.config, thread_id_again() % WARPGROUP  # so that no address stays in a register
+        lane, warp = thread % WARP, thread // WARP
         cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)  # the last scores of all warps are made
         places = [bar.k.at(fill + part) for part in range(Q_TILES)]
         for place in places:
             place.wait_full()
-        stage = places[0].index if s.warp < WARPS // 2 else places[1].index
-        source = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + s.warp % 2 * (16 * 2 * c.d) + lane * 16
+        stage = places[0].index if warp < WARPS // 2 else places[1].index
+        source = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + warp % 2 * (16 * 2 * c.d) + lane * 16
         words = cute.make_rmem_tensor((4, 2, AT_A_TIME), Uint32)
         for part in cutlass.range_constexpr(16 // AT_A_TIME):
             for i in cutlass.range_constexpr(AT_A_TIME):
@@ -289,7 +287,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 exponent = cutlass.max(Int32(warp_max_u32(Uint32(bits_of(most))) >> Uint32(23)), Int32(LOWEST))
                 up, unit = power_of_two(127 + TOP - exponent), power_of_two(127 - TOP + exponent)
                 s.scale[here // 8] = unit if lane // 4 == here % 8 else s.scale[here // 8]
-                target = smem.q.iterator.toint() + (lane // 16 * c.tile_m + s.warp * 16 + here) * SLAB_BYTES
+                target = smem.q.iterator.toint() + (lane // 16 * c.tile_m + warp * 16 + here) * SLAB_BYTES
                 target = target + (lane % 16 // 2 ^ here % 8) * 16 + lane % 2 * 8
                 for half in cutlass.range_constexpr(2):
                     codes = cute.make_rmem_tensor(2, Uint32)
@@ -299,8 +297,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         cute.arch.sync_warp()
         for place in places:
             arrive_if(place.empty, Int32(lane == 0))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)  # whose threads fence before products
 
     @cute.jit
     def score(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
@@ -311,7 +308,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     @cute.jit
     def await_keys(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
         bar.k.at(fill).wait_full()
-        cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
+        cute.arch.fence_proxy("async.shared", space="cta")  # keys and q came through the generic proxy
         settle(scores)
 
     def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32, parts: range) -> None:
@@ -321,12 +318,33 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         multiply(s.qk, scores, s.a, keys, parts[0] == 0, range(parts[0] * blocks, (parts[-1] + 1) * blocks))
 
     @cute.jit
-    def receive(self, bar: Barriers, seen: SelectedRows, scores: cute.Tensor, fill: Int32, t: Int32):
-        """Waits for the scores of tile t, which then nothing is under way beside, and masks them."""
+    def receive(self, s: Scores, bar: Barriers, smem: Shared, tile: cute.Tensor, fill: Int32):
+        """Waits for the scores of a tile, which then nothing is under way beside, and masks absent keys.
+
+        Their bits are in SMEM: a load from memory would be waited for at the next fence.
+        """
+        state, seen = bar.k.at(fill), cute.make_rmem_tensor(WARPS, Uint32)
+        place = (smem.seen.iterator + state.index * WARPS).align(16)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(WARPS)), seen)
         warpgroup.wait_group(0)
-        arrive_if(bar.k.at(fill).empty, Int32(cute.arch.lane_idx() == 0))
-        seen.mask(scores, t)
-        seen.prefetch(t + 1)
+        arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
+        if seen[0] & seen[1] & seen[2] & seen[3] != Uint32(ALL_PRESENT):
+            self.mask(tile, seen)
+
+    @cute.jit
+    def mask(self, tile: cute.Tensor, seen: cute.Tensor):
+        """-inf for absent keys. As `present_at` has it, a lane's columns are in two words, of every other eight."""
+        scores, lane = by_row(tile), cute.arch.lane_idx()
+        for parity in cutlass.range_constexpr(2):
+            word = seen[2 * parity]
+            if lane % 4 // 2 == 1:
+                word = seen[2 * parity + 1]
+            word = word >> Uint32(lane % 2 * 2)
+            for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                if cutlass.const_expr(i // 2 % 2 == parity):  # noqa: SIM102, at compile time
+                    if word & Uint32(1 << i // 4 * 4 + i % 2) == Uint32(0):
+                        for r in cutlass.range_constexpr(ROWS):
+                            scores[r, i] = -Float32.inf
 
     @cute.jit
     def hand_over(
@@ -406,13 +424,15 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         bar: Barriers,
         smem: Shared,
         wave: Int32,
-        tile: PlacedTile,
         boxed: BoxedRows,
         results: RowResults,
-        of_keys: Float32,
+        units: Units,
+        n: Extents,
     ):
-        """What O is multiplied with, with the sink; lse, without it, goes to memory. A row without keys gets 0 and -inf."""
-        state = bar.sums.at(wave)
+        """What O is multiplied with, with the sink; lse, without it, goes to memory. Without keys: 0 and -inf."""
+        tile, _ = self.found(smem, wave, n)  # again, so that nothing of it stays in registers; and so the unit
+        arrive_if(bar.info.at(wave).empty, Int32(cute.arch.lane_idx() == 0))
+        of_keys, state = load_again((units.of_keys + tile.batch).toint()), bar.sums.at(wave)
         state.wait_empty()
         for r in cutlass.range_constexpr(ROWS):
             total = cute.arch.warp_reduction_sum(s.sum[r], threads_in_group=4)
@@ -442,8 +462,8 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         a = tuple(cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN) for _ in range(2))
         part, out = accumulator(pv, 64), tuple(accumulator(pv, 64) for _ in range(c.half // COLUMNS))
         factor = cute.make_rmem_tensor(16, Float32)
-        # Where this lane's row is, of matrices of 32 keys and a warp's first 16 columns; those of the next ones differ in
-        # bits 4 and 5. A warp has 64 columns, 16 of each product, so that it stores whole lines of O.
+        # Where this lane's row is, of matrices of 32 keys and a warp's first 16 columns; places of the next ones differ
+        # in bits 4 and 5. A warp has 64 columns, 16 of each product, so that it stores whole lines of O.
         slab, chunk = side * (c.half // SLAB_BYTES) + warp // 2, warp % 2 * 4 ^ lane % 8
         here = smem.k.iterator.toint() + (slab * c.tile_n + lane) * SLAB_BYTES + chunk * 16
         fill, taken = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
@@ -473,7 +493,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                         self.add(pv, out, part, a, p, here, places[:1])
                     after = t + 1 + Int32(both)
             fill, taken = fill + tiles, taken + tiles
-            tile = RowTile.read(smem.info[None, 0, wave & 1], n)
+            tile, _ = self.found(smem, wave, n)
             arrive_if(bar.info.at(wave).empty, Int32(lane == 0))
             self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * COLUMNS, thread)
 
@@ -536,7 +556,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         column0: Int32,
         thread: Int32,
     ):
-        """o <- O, rounded. Eight lanes have a head's 64 columns, 2 of each 16; after an exchange each has 8 in a row."""
+        """o <- O, rounded. Eight lanes have a head's 64 columns, 2 of each 16; an exchange gives each 8 in a row."""
         c, lane = self.config, cute.arch.lane_idx()
         state = bar.sums.at(wave)
         state.wait_full()
@@ -589,7 +609,11 @@ def load_values(a: cute.Tensor, address: Int32) -> None:
     for step in range(2):
         pairs = cute.make_rmem_tensor(8, BFloat16)
         place = cute.make_ptr(BFloat16, address + step * (32 * 128), cute.AddressSpace.smem, assumed_align=16)
-        cute.copy(atom, cute.make_tensor(place, cute.make_layout(((8,), 1))), cute.make_tensor(pairs.iterator, cute.make_layout(((8,), 1))))
+        cute.copy(
+            atom,
+            cute.make_tensor(place, cute.make_layout(((8,), 1))),
+            cute.make_tensor(pairs.iterator, cute.make_layout(((8,), 1))),
+        )
         x = cute.recast_tensor(pairs, Uint32)
         for i, (first, order) in enumerate(((0, LOW), (0, HIGH), (2, LOW), (2, HIGH))):
             words[4 * step + i] = permute_bytes(x[first], x[first + 1], Uint32(order))
