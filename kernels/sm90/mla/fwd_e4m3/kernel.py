@@ -4,7 +4,7 @@ Keys come as codes of e4m3, 512 bytes each, in one unit for all keys of a batch 
 is bfloat16, and is rounded here, in a unit for each row.
 
     producer   q and keys, with cp.async: a ring of places of 64 keys, or of 32 rows of q
-                   | k full, with bits of absent keys                  ^ k empty
+                   | k full                                            ^ k empty
     scores     q rounded; S = Q K', the next tile's under the softmax of this one; P to SMEM
                    | p full, with factors for the sums before          ^ p empty
     products   O' += V' P', a half of the columns each
@@ -15,7 +15,7 @@ So a softmax never waits for products of P, nor these for it, until a ring is fu
 neighbouring columns there. `ldmatrix` of pairs of bytes, transposed, and a permutation of bytes make a part of V' in
 registers, the left operand. Its keys come in the order that they have in an accumulator of S, so P is stored by words.
 
-**Sums.** A sum of e4m3 products keeps some 14 bits, so those of a tile or two are summed apart, and added in float32.
+**Sums.** A sum of e4m3 products keeps some 14 bits, so those of a tile are summed apart, and added in float32.
 
 **P** is rounded in units of powers of two. The reference of a row is an integer exponent, and rises only when P would
 leave the range of e4m3. So a factor is mostly 1, and always exact.
@@ -36,22 +36,26 @@ from kernels.aot import Compiled
 from kernels.lib.columns import by_column, column_of
 from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
-from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import (
     arrive_if,
     bits_of,
     copy_or_zero,
     keep,
-    load_again,
     max_abs,
     permute_bytes,
     power_of_two,
-    thread_id_again,
     to_e4m3,
     warp_max_u32,
 )
 from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, load, row_of, store
-from kernels.lib.selections import LANES_A_ROW, Selection, open_selection, present, with_keys
+from kernels.lib.selections import (
+    LANES_A_ROW,
+    SelectedRows,
+    Selection,
+    open_selection,
+    read_selection,
+    with_keys,
+)
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, by_row, exp2
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tile_scheduler import TileScheduler
@@ -65,13 +69,11 @@ LEAST = -1e30  # a reference before any key was seen
 HEAD, LIMIT = 5, 8.5  # P is about 2^HEAD at most when a reference is set, and 2^LIMIT before it is set anew
 TO_INTEGER = 12582912.0  # 1.5 2^23: added and subtracted, it rounds to an integer
 TOP = 134  # the biased exponent of the greatest number of a row of q in its unit: below 256, of e4m3's 448
-PARTS = 4  # of a tile's softmax, under parts of the next scores' products: halves of each row
 COLUMNS = 64  # of O, of a product
 Q_TILES = 2  # places of keys that a tile of q takes
 AT_A_TIME = 4  # rows of q of which a warp has loads under way
 LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit is a number
 SLAB_BYTES = 128  # of a row
-ALL_PRESENT = (1 << 64 // WARPS) - 1  # the bits of a warp of the producer
 LOW, HIGH = 0x6420, 0x7531  # permutations: the even bytes, the odd ones
 
 
@@ -95,24 +97,21 @@ class Scores:
     qk: cute.TiledMma
     a: cute.Tensor
     b: cute.Tensor  # (.., stage)
-    scores: cute.Tensor
-    p: cute.Tensor  # four words of each row
+    scores: cute.Tensor  # of every other tile
     scale: cute.Tensor  # of each row
     ref: cute.Tensor  # the exponent that P is relative to
     sum: cute.Tensor  # of this thread's columns
-    added: cute.Tensor  # what a tile adds to it
-    top: cute.Tensor  # a tile's greatest score
     factor: cute.Tensor
 
     @staticmethod
     def of(smem: Shared) -> "Scores":
         qk = product(64, warpgroup.OperandSource.SMEM)
-        rows, p = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(6)), cute.make_rmem_tensor((4, ROWS), Uint32)
+        rows = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(4))
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        return Scores(thread, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), p, *rows)
+        return Scores(thread, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), *rows)
 
     def others(self) -> cute.Tensor:
-        """Scores of the tiles between: made anew for each, so that nothing of the last one is kept."""
+        """Those of the tiles between: made anew for each, so that nothing of the last one is kept."""
         return accumulator(self.qk, 64)
 
     @property
@@ -146,7 +145,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             self.produce(bar, smem, q, operands, n)
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_decrease(scores)
-            self.make_scores(bar, smem, results, units, n)
+            self.score(bar, smem, operands, results, units, n)
         else:
             cute.arch.setmaxregister_increase(products)
             self.multiply(bar, smem, o, n)
@@ -166,7 +165,8 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             info = bar.info.at(wave)
             info.wait_empty()
             if thread == 0:
-                tile.publish(smem.info[None, wave & 1])
+                for which, x in enumerate((tile, *opened)):
+                    x.publish(smem.info[None, which, wave & 1])
                 smem.tiles[wave & 1] = total_tiles(opened)
                 info.arrive_full()
             tiles = total_tiles(opened)
@@ -181,11 +181,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 state.wait_empty()
                 keys = cute.make_tensor(smem.k.iterator + state.index * (c.tile_n * c.d), cute.make_layout(1))
                 with_keys(opened, t).gather(keys, now, thread, range(c.d // SLAB_BYTES), WARPGROUP)
-                here = present([now[i] >= 0 for i in range(cute.size(now))], thread)
-                if thread % WARP == 0:
-                    smem.seen[thread // WARP, state.index] = here
-                cute.arch.sync_warp()
-                self.tell(state, thread)
+                state.copy_full()
             fill = fill + tiles
 
     @cute.jit
@@ -201,14 +197,9 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             source, there = (q + first * c.d).toint() + part * each, rows * (2 * c.d) - part * each
             for i in cutlass.range_constexpr(each // (16 * WARPGROUP)):
                 at = thread * 16 + i * 16 * WARPGROUP
-                size = Int32(16) if at < there else Int32(0)
-                copy_or_zero(target + at, source + (at if at < there else Int32(0)), size)
-            self.tell(state, thread)
-
-    def tell(self, state: PipelineState, thread: Int32) -> None:
-        """That a place of keys is full: each thread when its copies have come, and each warp what it has stored."""
-        state.copy_full()
-        arrive_if(state.full, Int32(thread % WARP == 0))
+                present = Int32(16) if at < there else Int32(0)
+                copy_or_zero(target + at, source + (at if at < there else Int32(0)), present)
+            state.copy_full()
 
     def prefetch_indices(self, opened: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
         on_source(opened, t, Selection.prefetch_indices, wanted, thread, WARPGROUP)
@@ -217,23 +208,30 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         """Heads of one query follow one another, so that they share the keys in L2."""
         return TileScheduler.of(n, Int32(1), 1)
 
-    def found(self, smem: Shared, wave: Int32, n: Extents) -> tuple[PlacedTile, Int32]:
-        """What the producer found: a tile of rows, and how many tiles of keys it has."""
-        tile = RowTile.read(smem.info[None, wave & 1], n)
-        return tile, cute.arch.make_warp_uniform(smem.tiles[wave & 1])
+    def reopen(self, operands: tuple, smem: Shared, wave: Int32, n: Extents) -> tuple[PlacedTile, tuple]:
+        c = self.config
+        slots = [smem.info[None, which, wave & 1] for which in range(1 + len(operands))]
+        tile = RowTile.read(slots[0], n)
+        return tile, tuple(
+            read_selection(x, tile, c.tile_n, c.words, slot) for x, slot in zip(operands, slots[1:], strict=True)
+        )
 
     # ---- scores
 
     @cute.jit
-    def make_scores(self, bar: Barriers, smem: Shared, results: RowResults, units: Units, n: Extents):
+    def score(self, bar: Barriers, smem: Shared, operands: tuple, results: RowResults, units: Units, n: Extents):
         s = Scores.of(smem)
         boxed = BoxedRows.of(n, 0, s.thread, True)
         fill, made = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
             info = bar.info.at(wave)
             info.wait_full()
-            tile, tiles = self.found(smem, wave, n)
+            tile, opened = self.reopen(operands, smem, wave, n)
+            arrive_if(info.empty, Int32(cute.arch.lane_idx() == 0))
+            tiles, seen = total_tiles(opened), SelectedRows.of(opened)
             of_keys = load(units.of_keys + tile.batch)
+            if tiles > 0:
+                seen.prefetch(Int32(0))
             self.round_q(s, bar, smem, fill)
             fill = fill + Q_TILES
             s.ref.fill(LEAST)
@@ -241,35 +239,37 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             for r in cutlass.range_constexpr(ROWS):
                 s.scale[r] = s.scale[r] * (units.scale_log2 * of_keys)
             if tiles > 0:
-                self.score(s, bar, s.scores, fill)
-                self.receive(s, bar, smem, s.scores, fill)
+                self.issue(s, bar, s.scores, fill)
+                self.receive(bar, seen, s.scores, fill, Int32(0))
                 for pair in cutlass.range((tiles - 1) // 2, unroll=1):
                     t, others = 2 * pair, s.others()
-                    self.hand_over(s, bar, smem, s.scores, made + t, others, fill + t + 1)
-                    self.receive(s, bar, smem, others, fill + t + 1)
-                    self.hand_over(s, bar, smem, others, made + t + 1, s.scores, fill + t + 2)
-                    self.receive(s, bar, smem, s.scores, fill + t + 2)
+                    self.issue(s, bar, others, fill + t + 1)
+                    self.hand_over(s, bar, smem, s.scores, made + t)
+                    self.receive(bar, seen, others, fill + t + 1, t + 1)
+                    self.issue(s, bar, s.scores, fill + t + 2)
+                    self.hand_over(s, bar, smem, others, made + t + 1)
+                    self.receive(bar, seen, s.scores, fill + t + 2, t + 2)
                 if tiles % 2 == 0:
                     others = s.others()
-                    self.hand_over(s, bar, smem, s.scores, made + tiles - 2, others, fill + tiles - 1)
-                    self.receive(s, bar, smem, others, fill + tiles - 1)
+                    self.issue(s, bar, others, fill + tiles - 1)
+                    self.hand_over(s, bar, smem, s.scores, made + tiles - 2)
+                    self.receive(bar, seen, others, fill + tiles - 1, tiles - 1)
                     self.hand_over(s, bar, smem, others, made + tiles - 1)
                 else:
                     self.hand_over(s, bar, smem, s.scores, made + tiles - 1)
-            self.finish(s, bar, smem, wave, boxed, results, units, n)
+            self.finish(s, bar, smem, wave, tile, boxed, results, of_keys)
             fill, made = fill + tiles, made + tiles
 
     @cute.jit
     def round_q(self, s: Scores, bar: Barriers, smem: Shared, fill: Int32):
         """Rounds a tile of q to e4m3, in a power of two for each row, which is then in scale. A warp has 16 rows."""
-        c, thread = self.config, thread_id_again() % WARPGROUP  # so that no address stays in a register
-        lane, warp = thread % WARP, thread // WARP
+        c, lane = self.config, cute.arch.lane_idx()
         cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)  # the last scores of all warps are made
         places = [bar.k.at(fill + part) for part in range(Q_TILES)]
         for place in places:
             place.wait_full()
-        stage = places[0].index if warp < WARPS // 2 else places[1].index
-        source = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + warp % 2 * (16 * 2 * c.d) + lane * 16
+        stage = places[0].index if s.warp < WARPS // 2 else places[1].index
+        source = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + s.warp % 2 * (16 * 2 * c.d) + lane * 16
         words = cute.make_rmem_tensor((4, 2, AT_A_TIME), Uint32)
         for part in cutlass.range_constexpr(16 // AT_A_TIME):
             for i in cutlass.range_constexpr(AT_A_TIME):
@@ -287,7 +287,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 exponent = cutlass.max(Int32(warp_max_u32(Uint32(bits_of(most))) >> Uint32(23)), Int32(LOWEST))
                 up, unit = power_of_two(127 + TOP - exponent), power_of_two(127 - TOP + exponent)
                 s.scale[here // 8] = unit if lane // 4 == here % 8 else s.scale[here // 8]
-                target = smem.q.iterator.toint() + (lane // 16 * c.tile_m + warp * 16 + here) * SLAB_BYTES
+                target = smem.q.iterator.toint() + (lane // 16 * c.tile_m + s.warp * 16 + here) * SLAB_BYTES
                 target = target + (lane % 16 // 2 ^ here % 8) * 16 + lane % 2 * 8
                 for half in cutlass.range_constexpr(2):
                     codes = cute.make_rmem_tensor(2, Uint32)
@@ -300,122 +300,59 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)  # whose threads fence before products
 
     @cute.jit
-    def score(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
-        """Issues the scores of a row tile's first tile."""
-        self.await_keys(s, bar, scores, fill)
-        self.issue(s, bar, scores, fill, range(PARTS))
-
-    @cute.jit
-    def await_keys(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
-        bar.k.at(fill).wait_full()
+    def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
+        """Issues the scores of a tile."""
+        state = bar.k.at(fill)
+        state.wait_full()
         cute.arch.fence_proxy("async.shared", space="cta")  # keys and q came through the generic proxy
         settle(scores)
-
-    def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32, parts: range) -> None:
-        """Issues parts of d."""
-        blocks = self.config.d // 32 // PARTS
-        keys = s.b[None, None, None, bar.k.at(fill).index]
-        multiply(s.qk, scores, s.a, keys, parts[0] == 0, range(parts[0] * blocks, (parts[-1] + 1) * blocks))
+        multiply(s.qk, scores, s.a, s.b[None, None, None, state.index], fresh=True)
 
     @cute.jit
-    def receive(self, s: Scores, bar: Barriers, smem: Shared, tile: cute.Tensor, fill: Int32):
-        """Waits for the scores of a tile, which then nothing is under way beside, and masks absent keys.
-
-        Their bits are in SMEM: a load from memory would be waited for at the next fence.
-        """
-        state, seen = bar.k.at(fill), cute.make_rmem_tensor(WARPS, Uint32)
-        place = (smem.seen.iterator + state.index * WARPS).align(16)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(WARPS)), seen)
+    def receive(self, bar: Barriers, seen: SelectedRows, scores: cute.Tensor, fill: Int32, t: Int32):
+        """Waits for the scores of tile t, so that nothing is under way, and masks them."""
         warpgroup.wait_group(0)
-        arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
-        if seen[0] & seen[1] & seen[2] & seen[3] != Uint32(ALL_PRESENT):
-            self.mask(tile, seen)
+        arrive_if(bar.k.at(fill).empty, Int32(cute.arch.lane_idx() == 0))
+        seen.mask(scores, t)
+        seen.prefetch(t + 1)
 
     @cute.jit
-    def mask(self, tile: cute.Tensor, seen: cute.Tensor):
-        """-inf for absent keys. As `present_at` has it, a lane's columns are in two words, of every other eight."""
-        scores, lane = by_row(tile), cute.arch.lane_idx()
-        for parity in cutlass.range_constexpr(2):
-            word = seen[2 * parity]
-            if lane % 4 // 2 == 1:
-                word = seen[2 * parity + 1]
-            word = word >> Uint32(lane % 2 * 2)
-            for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                if cutlass.const_expr(i // 2 % 2 == parity):  # noqa: SIM102, at compile time
-                    if word & Uint32(1 << i // 4 * 4 + i % 2) == Uint32(0):
-                        for r in cutlass.range_constexpr(ROWS):
-                            scores[r, i] = -Float32.inf
-
-    @cute.jit
-    def hand_over(
-        self,
-        s: Scores,
-        bar: Barriers,
-        smem: Shared,
-        tile: cute.Tensor,
-        number: Int32,
-        after: cute.Tensor | None = None,
-        fill: Int32 = 0,
-    ):
-        """The scores of a tile -> P in SMEM, and factors of what was summed before; under the products of the scores
-        `after`, if there are any.
-
-        Exponentials do not wait for the maximum. Where it turns out to be too high for the reference, they are made
-        anew. A warp that issues products waits for those before, so they are issued part by part; ptxas moves nothing
-        over a wait.
-        """
-        lane, place = cute.arch.lane_idx(), bar.p.at(number)
-        s.top.fill(-Float32.inf)
-        if cutlass.const_expr(after is not None):
-            self.await_keys(s, bar, after, fill)
-        for part in cutlass.range_constexpr(PARTS):
-            if cutlass.const_expr(after is not None):
-                self.issue(s, bar, after, fill, range(part, part + 1))
-            place.wait_empty()
-            self.exponentiate(s, tile, part)
-            self.raise_top(s, tile, part)
-        is_above = cutlass.Boolean(False)
+    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
+        """Scores -> P in SMEM, and factors of what was summed before."""
+        lane, scores = cute.arch.lane_idx(), by_row(scores)
+        rose = Int32(0)
         for r in cutlass.range_constexpr(ROWS):
-            s.top[r] = cute.arch.warp_reduction_max(s.top[r], threads_in_group=4) * s.scale[r]
-            is_above = is_above | (s.top[r] > s.ref[r] + LIMIT)
-            s.factor[r] = 1.0
-        rose = cute.arch.vote_any_sync(is_above)
-        if rose:
-            for r in cutlass.range_constexpr(ROWS):
-                is_above = s.top[r] > s.ref[r] + LIMIT
-                ref = (s.top[r] + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
-                s.factor[r] = exp2(s.ref[r] - ref)
-                s.ref[r] = ref
-            for part in cutlass.range_constexpr(PARTS):
-                self.exponentiate(s, tile, part)
-        for r in cutlass.range_constexpr(ROWS):
-            s.sum[r] = s.sum[r] * s.factor[r] + s.added[r]
-        smem.rose[s.warp, place.index] = Int32(rose)
+            a, b = scores[r, 0], scores[r, 1]
+            for i in cutlass.range_constexpr(2, cute.size(scores, mode=[1]), 2):
+                a, b = cute.arch.fmax(a, scores[r, i]), cute.arch.fmax(b, scores[r, i + 1])
+            top = cute.arch.warp_reduction_max(cute.arch.fmax(a, b), threads_in_group=4) * s.scale[r]
+            is_above = top > s.ref[r] + LIMIT
+            ref = (top + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
+            rose = rose | Int32(is_above)
+            s.factor[r] = exp2(s.ref[r] - ref)
+            s.ref[r] = ref
+            a, b = s.sum[r] * s.factor[r], Float32(0.0)
+            for i in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
+                scores[r, i] = exp2(scores[r, i] * s.scale[r] - ref)
+                scores[r, i + 1] = exp2(scores[r, i + 1] * s.scale[r] - ref)
+                a, b = a + scores[r, i], b + scores[r, i + 1]
+            s.sum[r] = a + b
+        place = bar.p.at(fill)
+        place.wait_empty()
+        smem.rose[s.warp, place.index] = Int32(cute.arch.vote_any_sync(rose != 0))
         target = smem.p.iterator.toint() + place.index * (64 * 64)
+        words = cute.make_rmem_tensor((4, ROWS), Uint32)
         for r in cutlass.range_constexpr(ROWS):
             row = row_of(s.thread, r)
             smem.factor[row, place.index] = s.factor[r]
             for j in cutlass.range_constexpr(4):
+                words[j, r] = to_e4m3(*(scores[r, 4 * j + k] for k in range(4)))
+            for j in cutlass.range_constexpr(4):
                 at = target + row * 64 + (j ^ (row // 2 % 4)) * 16 + lane % 4 * 4
-                shared_words(at, 1)[0] = s.p[j, r]
+                shared_words(at, 1)[0] = words[j, r]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         arrive_if(place.full, Int32(lane == 0))
-
-    def exponentiate(self, s: Scores, tile: cute.Tensor, part: int) -> None:
-        """p <- exp(scale scores), rounded, in units of 2^ref, of half of a row; added <- their sum over the row."""
-        scores, r = by_row(tile), part // 2
-        for j in range(part % 2 * 2, part % 2 * 2 + 2):
-            x = [exp2(scores[r, 4 * j + k] * s.scale[r] - s.ref[r]) for k in range(4)]
-            total = (x[0] + x[1]) + (x[2] + x[3])
-            s.added[r] = s.added[r] + total if j else total
-            s.p[j, r] = to_e4m3(*x)
-
-    def raise_top(self, s: Scores, tile: cute.Tensor, part: int) -> None:
-        """The maximum of the same scores."""
-        scores, r = by_row(tile), part // 2
-        for i in range(part % 2 * 8, part % 2 * 8 + 8):
-            s.top[r] = cute.arch.fmax(s.top[r], scores[r, i])
 
     @cute.jit
     def finish(
@@ -424,15 +361,13 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         bar: Barriers,
         smem: Shared,
         wave: Int32,
+        tile: PlacedTile,
         boxed: BoxedRows,
         results: RowResults,
-        units: Units,
-        n: Extents,
+        of_keys: Float32,
     ):
         """What O is multiplied with, with the sink; lse, without it, goes to memory. Without keys: 0 and -inf."""
-        tile, _ = self.found(smem, wave, n)  # again, so that nothing of it stays in registers; and so the unit
-        arrive_if(bar.info.at(wave).empty, Int32(cute.arch.lane_idx() == 0))
-        of_keys, state = load_again((units.of_keys + tile.batch).toint()), bar.sums.at(wave)
+        state = bar.sums.at(wave)
         state.wait_empty()
         for r in cutlass.range_constexpr(ROWS):
             total = cute.arch.warp_reduction_sum(s.sum[r], threads_in_group=4)
@@ -459,13 +394,11 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         side = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 2
         pv = product(64, warpgroup.OperandSource.RMEM)
         p = operand_b(pv, smem.p)
-        a = tuple(cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN) for _ in range(2))
+        a = cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN)
         part, out = accumulator(pv, 64), tuple(accumulator(pv, 64) for _ in range(c.half // COLUMNS))
         factor = cute.make_rmem_tensor(16, Float32)
-        # Where this lane's row is, of matrices of 32 keys and a warp's first 16 columns; places of the next ones differ
-        # in bits 4 and 5. A warp has 64 columns, 16 of each product, so that it stores whole lines of O.
-        slab, chunk = side * (c.half // SLAB_BYTES) + warp // 2, warp % 2 * 4 ^ lane % 8
-        here = smem.k.iterator.toint() + (slab * c.tile_n + lane) * SLAB_BYTES + chunk * 16
+        # where this lane's row is, of matrices of 32 keys and a warp's 16 columns; 64 columns on, bit 6 flips
+        here = smem.k.iterator.toint() + side * (c.half // 128 * c.tile_n * 128) + lane * 128 + (warp ^ lane % 8) * 16
         fill, taken = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
             bar.info.at(wave).wait_full()
@@ -476,73 +409,39 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             fill = fill + Q_TILES
             for m in cutlass.range_constexpr(len(out)):
                 out[m].fill(0.0)
-            after = Int32(0)
             for t in cutlass.range(tiles, unroll=1):
-                if t == after:
-                    places = [(bar.k.at(fill + t + i), bar.p.at(taken + t + i)) for i in range(2)]
-                    self.await_tile(*places[0])
-                    both = t + 1 < tiles
-                    if both:
-                        self.await_tile(*places[1])
-                        both = self.rose(smem, places[1][1].index) == 0
-                    if self.rose(smem, places[0][1].index) != 0:
-                        self.rescale(smem, places[0][1].index, out, factor, thread)
-                    if both:
-                        self.add(pv, out, part, a, p, here, places)
-                    else:
-                        self.add(pv, out, part, a, p, here, places[:1])
-                    after = t + 1 + Int32(both)
+                k, of_p = bar.k.at(fill + t), bar.p.at(taken + t)
+                of_p.wait_full()
+                k.wait_full()
+                self.rescale(smem, of_p.index, out, factor, thread)
+                for m in cutlass.range_constexpr(len(out)):
+                    at = here + k.index * (c.tile_n * c.d) + m // 2 * (c.tile_n * 128)
+                    load_values(a, at ^ (m % 2 * 64))
+                    multiply(pv, part, a, p[None, None, None, of_p.index], fresh=True)
+                    warpgroup.wait_group(0)
+                    for i in cutlass.range_constexpr(cute.size(part)):
+                        out[m][i] = out[m][i] + part[i]
+                arrive_if(k.empty, Int32(lane == 0))
+                arrive_if(of_p.empty, Int32(lane == 0))
             fill, taken = fill + tiles, taken + tiles
-            tile, _ = self.found(smem, wave, n)
+            tile = RowTile.read(smem.info[None, 0, wave & 1], n)
             arrive_if(bar.info.at(wave).empty, Int32(lane == 0))
-            self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * COLUMNS, thread)
-
-    @cute.jit
-    def await_tile(self, k: PipelineState, p: PipelineState):
-        p.wait_full()
-        k.wait_full()
-
-    def rose(self, smem: Shared, stage: Int32) -> Int32:
-        """Not 0 where a reference rose, so that what was summed before has factors."""
-        rose = smem.rose[0, stage]
-        for i in range(1, WARPS):
-            rose = rose | smem.rose[i, stage]
-        return rose
+            self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * 16, thread)
 
     @cute.jit
     def rescale(self, smem: Shared, stage: Int32, out: tuple, factor: cute.Tensor, thread: Int32):
-        for i in cutlass.range_constexpr(cute.size(factor)):
-            factor[i] = smem.factor[column_of(thread, i), stage]
-        for m in cutlass.range_constexpr(len(out)):
-            x = by_column(out[m])
+        """Multiplies what was summed before, where a reference rose."""
+        rose = Int32(0)
+        for i in cutlass.range_constexpr(WARPS):
+            rose = rose | smem.rose[i, stage]
+        if rose != 0:
             for i in cutlass.range_constexpr(cute.size(factor)):
-                for r in cutlass.range_constexpr(ROWS):
-                    x[i, r] = x[i, r] * factor[i]
-
-    @cute.jit
-    def add(
-        self,
-        pv: cute.TiledMma,
-        out: tuple,
-        part: cute.Tensor,
-        a: tuple,
-        p: cute.Tensor,
-        here: Int32,
-        places: cutlass.Constexpr,
-    ):
-        """out <- out + V' P' of one or two tiles, which are summed apart; then their places are free."""
-        c = self.config
-        for m in cutlass.range_constexpr(len(out)):
-            for i in cutlass.range_constexpr(len(places)):
-                k, of_p = places[i]
-                load_values(a[i], here + k.index * (c.tile_n * c.d) ^ m * 16)
-                multiply(pv, part, a[i], p[None, None, None, of_p.index], fresh=i == 0)
-            warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(cute.size(part)):
-                out[m][i] = out[m][i] + part[i]
-        for i in cutlass.range_constexpr(len(places)):
-            for state in places[i]:
-                arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
+                factor[i] = smem.factor[column_of(thread, i), stage]
+            for m in cutlass.range_constexpr(len(out)):
+                x = by_column(out[m])
+                for i in cutlass.range_constexpr(cute.size(factor)):
+                    for r in cutlass.range_constexpr(ROWS):
+                        x[i, r] = x[i, r] * factor[i]
 
     @cute.jit
     def store_out(
@@ -556,23 +455,22 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         column0: Int32,
         thread: Int32,
     ):
-        """o <- O, rounded. Eight lanes have a head's 64 columns, 2 of each 16; an exchange gives each 8 in a row."""
+        """o <- O, rounded. A lane has two neighbouring columns of a head, and eight lanes have 32 bytes."""
         c, lane = self.config, cute.arch.lane_idx()
         state = bar.sums.at(wave)
         state.wait_full()
         first, rows = rows_of(tile)
-        eighth, words = lane // 4, cute.make_rmem_tensor(len(out), Uint32)
-        column = column0 + eighth % 4 * 16 + eighth // 4 * 8
         for i in cutlass.range_constexpr(16):
             head = column_of(thread, i)
             factor = smem.sums[head, wave & 1]
-            for m in cutlass.range_constexpr(len(out)):
-                x = by_column(out[m])
-                words[m] = round_pair(x[i, 0] * factor, x[i, 1] * factor, o.dtype)
-            transpose_over(words, ((eighth % 2 == 1, 4), (eighth // 2 % 2 == 1, 8)))
             if head < rows:
-                place = cute.recast_ptr((o + ((first + head) * c.d + column)).align(16), dtype=Uint32)
-                cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(len(out))))
+                place = o + ((first + head) * c.d + column0 + lane // 4 * 2)
+                target = cute.make_tensor(
+                    cute.recast_ptr(place.align(4), dtype=Uint32), cute.make_layout(len(out), stride=COLUMNS // 2)
+                )
+                for m in cutlass.range_constexpr(len(out)):
+                    x = by_column(out[m])
+                    target[m] = round_pair(x[i, 0] * factor, x[i, 1] * factor, o.dtype)
         arrive_if(state.empty, Int32(lane == 0))
 
 
@@ -593,15 +491,6 @@ def shared_words(address: Int32, count: int) -> cute.Tensor:
     return cute.make_tensor(place, cute.make_layout(count))
 
 
-@cute.jit
-def transpose_over(x: cute.Tensor, bits: tuple):
-    """x[i] of lane j <-> x[j] of lane i, for four lanes, whose numbers have these two bits: each with a distance."""
-    for (bit, distance), pairs in zip(bits, (((0, 1), (2, 3)), ((0, 2), (1, 3))), strict=True):
-        for i, j in pairs:
-            received = cute.arch.shuffle_sync_bfly(x[i] if bit else x[j], offset=distance)
-            x[i], x[j] = received if bit else x[i], x[j] if bit else received
-
-
 def load_values(a: cute.Tensor, address: Int32) -> None:
     """a <- 64 columns of V' by 64 keys, of which each warp has 16; its rows are even columns, then odd ones."""
     atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), BFloat16)
@@ -609,11 +498,8 @@ def load_values(a: cute.Tensor, address: Int32) -> None:
     for step in range(2):
         pairs = cute.make_rmem_tensor(8, BFloat16)
         place = cute.make_ptr(BFloat16, address + step * (32 * 128), cute.AddressSpace.smem, assumed_align=16)
-        cute.copy(
-            atom,
-            cute.make_tensor(place, cute.make_layout(((8,), 1))),
-            cute.make_tensor(pairs.iterator, cute.make_layout(((8,), 1))),
-        )
+        layout = cute.make_layout(((8,), 1))
+        cute.copy(atom, cute.make_tensor(place, layout), cute.make_tensor(pairs.iterator, layout))
         x = cute.recast_tensor(pairs, Uint32)
         for i, (first, order) in enumerate(((0, LOW), (0, HIGH), (2, LOW), (2, HIGH))):
             words[4 * step + i] = permute_bytes(x[first], x[first + 1], Uint32(order))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -19,7 +19,7 @@ ROWS_BY_TURNS = 2  # row tiles of which numbers are kept
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM. Of consumers each warp arrives once, and of the producer each thread, and each warp."""
+    """mbarriers in SMEM. Of consumers each warp arrives once."""
 
     info: Ring  # what the producer found of a row tile
     k: Ring  # tiles of keys, one after the other
@@ -34,7 +34,7 @@ class Barriers:
     def initialise(self) -> None:
         """By one thread."""
         self.info.initialise(1, 3 * WARPS)
-        self.k.initialise(WARPGROUP + WARPS, 3 * WARPS)
+        self.k.initialise(WARPGROUP, 3 * WARPS)
         self.p.initialise(WARPS, 2 * WARPS)
         self.sums.initialise(WARPS, 2 * WARPS)
 
@@ -49,9 +49,8 @@ class Shared:
     factor: cute.Tensor  # (64, stage of p): of the sums before
     rose: cute.Tensor  # (warp, stage of p): whether a factor of its rows is not 1
     sums: cute.Tensor  # (64, row tile & 1)
-    seen: cute.Tensor  # (warp of the producer, stage of k): which of the keys that it copied are there, see `present`
     tiles: cute.Tensor  # (row tile & 1): how many tiles of keys
-    info: cute.Tensor  # (PUBLISHED, row tile & 1)
+    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1)
 
     @staticmethod
     def allocate(c: Any) -> tuple[Barriers, "Shared"]:
@@ -74,8 +73,7 @@ class Shared:
             numbers(Float32, c.tile_m, c.stages_p),
             numbers(Int32, WARPS, c.stages_p),
             numbers(Float32, c.tile_m, ROWS_BY_TURNS),
-            numbers(Uint32, WARPS, c.stages_k),
             numbers(Int32, ROWS_BY_TURNS),
-            numbers(Int32, PUBLISHED, ROWS_BY_TURNS),
+            numbers(Int32, PUBLISHED, 1 + len(c.sources), ROWS_BY_TURNS),
         )
         return Barriers.allocate(smem, c), shared
