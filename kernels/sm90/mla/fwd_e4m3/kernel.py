@@ -305,7 +305,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         state = bar.k.at(fill)
         state.wait_full()
         cute.arch.fence_proxy("async.shared", space="cta")  # keys and q came through the generic proxy
-        settle(scores)
+        in_own_registers(scores)
         multiply(s.qk, scores, s.a, s.b[None, None, None, state.index], fresh=True)
 
     @cute.jit
@@ -474,7 +474,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         arrive_if(state.empty, Int32(lane == 0))
 
 
-def settle(acc: cute.Tensor) -> None:
+def in_own_registers(acc: cute.Tensor) -> None:
     """What acc held is moved to its registers now: LLVM would do it between a fence and the first product."""
     words = cute.recast_tensor(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), Int32)
     for i in range(cute.size(words)):
