@@ -1,5 +1,5 @@
-// The calls of products of few rows with a matrix: alone, of heads whose RoPE is turned back first, or with the norm and
-// RoPE of the query heads that they make.
+// The calls of products of few rows with a matrix: alone, with a low-rank query that is left to be normed, of heads
+// whose RoPE is turned back first, or with what comes after the query heads that they make.
 #pragma once
 
 #include "few_rows_product_plan.h"
@@ -12,15 +12,23 @@ struct FewRowsProduct {
   using Shape = FewRowsProductShape;
   using Kernels = std::array<Launcher*, 1>;
 
+  static bool Indexes(const Call& call) { return call.weights.name != nullptr; }
+
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
-    const bool makes_heads = call.x.dimensions.size() == 3;
+    const bool of_heads = call.x.dimensions.size() == 3;  // which w makes
+    const int64_t head = of_heads ? call.w.dimensions[2] : 0;
     *shape = {.rows = n.b * n.s_q,
-              .groups = makes_heads ? 1 : n.g,
+              .groups = of_heads ? 1 : n.g,
               .k = n.k,
-              .n = makes_heads ? n.h * kHead : n.n,
+              .n = of_heads ? n.h * head : n.n,
               .type = MapType(call.x.dtype),
-              .makes_heads = makes_heads,
-              .takes_heads = !makes_heads && call.table.name != nullptr};
+              .makes_heads = of_heads && !Indexes(call),
+              .takes_heads = !of_heads && call.table.name != nullptr,
+              .indexes = Indexes(call),
+              .low_columns = std::max<int64_t>(n.low_columns, 0),
+              .square_tiles = std::max<int64_t>(n.n_squares, 0),
+              .columns = std::max<int64_t>(n.columns, 0),
+              .column = call.column};
     return ffi::Error::Success();
   }
 
@@ -28,8 +36,10 @@ struct FewRowsProduct {
     const FewRowsProductChoices choices{.dtype = call.x.dtype,
                                         .to_float32 = call.y.dtype == ffi::F32,
                                         .parts = shape->makes_heads != 0 ? 1 : call.parts,
+                                        .to_fp8 = call.y.dtype == ffi::F8E4M3FN,
                                         .max_rows = shape->rows};
-    return LookUp(call.target->name, device, choices, &kernels->front());
+    const bool has_low_rank = call.gain.name != nullptr;
+    return LookUp(has_low_rank ? "few_rows_product" : call.target->name, device, choices, &kernels->front());
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
@@ -37,7 +47,7 @@ struct FewRowsProduct {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }
     const auto at = AddressesOf<FewRowsProductAddresses>(call);
-    auto plan = PlanFewRowsProduct(shape, call.eps, kernels.front()->TilesOn(stream.device), at);
+    auto plan = PlanFewRowsProduct(shape, call.eps, call.scale, kernels.front()->TilesOn(stream.device), at);
     return Launch(kernels.front(), stream, plan);
   }
 };

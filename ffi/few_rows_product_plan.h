@@ -11,15 +11,21 @@ namespace dsv4_fmha {
 // x [rows, groups, k], w [groups, k, n] and y [rows, groups, n], x and w of a TensorMapDataType.
 struct FewRowsProductShape {
   int64_t rows, groups, k, n, type;
-  int64_t makes_heads;  // whether columns are heads, each of a cluster's CTAs; else each CTA has a part of k
-  int64_t takes_heads;  // whether rows are heads, whose RoPE is turned back
+  int64_t makes_heads;      // whether columns are heads, each of a cluster's CTAs; else each CTA has a part of k
+  int64_t takes_heads;      // whether rows are heads, whose RoPE is turned back
+  int64_t indexes;          // whether columns are an indexer's heads
+  int64_t low_columns;      // of y, the first, which are a low-rank query
+  int64_t square_tiles;     // sums of squares of a row of it; where x is one that is left to be normed, of x
+  int64_t columns, column;  // of an array with the weights of an indexer's heads, and the first of these
 };
 
-constexpr int64_t kHead = 512;
+constexpr int64_t kHead = 512, kIndexHead = 128;
+constexpr int64_t kSquared = 128;     // numbers of a row whose squares are added up by one CTA
+constexpr int64_t kSquareTiles = 32;  // a lane of a warp takes one
 
 // Returns why it cannot be: empty if it can.
 inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
-  const auto& [rows, groups, k, n, type, makes_heads, takes_heads] = shape;
+  const auto& [rows, groups, k, n, type, makes_heads, takes_heads, indexes, low, squares, columns, column] = shape;
   for (auto [name, extent] : {std::pair{"rows", rows}, {"groups", groups}, {"k", k}, {"n", n}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
@@ -27,15 +33,28 @@ inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
     if (extent % 8 != 0) return std::string(name) + " is " + std::to_string(extent) + ", wanted a multiple of 8";
   }
   if (takes_heads != 0 && k % kHead != 0) return "k is " + std::to_string(k) + ", wanted heads of 512";
+  if (low % kSquared != 0 || low > n) {
+    return "low_columns is " + std::to_string(low) + ", wanted a multiple of 128, at most n = " + std::to_string(n);
+  }
+  if (low > 0 && groups != 1) return "groups is " + std::to_string(groups) + ", wanted 1 with a low-rank query";
+  const int64_t squared = low > 0 ? low : k;
+  if (squares * kSquared != squared && (low > 0 || squares != 0)) {
+    return "n_squares is " + std::to_string(squares) + ", wanted one for 128 of " + std::to_string(squared);
+  }
+  if (squares > kSquareTiles) return TooLarge("n_squares", squares, kSquareTiles);
+  if (indexes != 0 && (column < 0 || column > columns - n / kIndexHead)) {
+    return "column is " + std::to_string(column) + ", wanted one with " + std::to_string(n / kIndexHead) + " of " +
+           std::to_string(columns) + " from there on";
+  }
   const int64_t limit = kMaxExtent / groups / 64;
   if (k > limit || n > limit) return "groups * k or groups * n is more than " + std::to_string(kMaxExtent / 64);
   return rows > limit ? TooLarge("rows * groups", rows * groups, kMaxExtent / 64) : "";
 }
 
-inline Plan<FewRowsProductArguments> PlanFewRowsProduct(const FewRowsProductShape& shape, float eps, const Tiles& tiles,
-                                                        const FewRowsProductAddresses& at) {
+inline Plan<FewRowsProductArguments> PlanFewRowsProduct(const FewRowsProductShape& shape, float eps, float scale,
+                                                        const Tiles& tiles, const FewRowsProductAddresses& at) {
   static constexpr uint32_t kSlab = 64;  // of k at a time, and columns of a box
-  const auto& [rows, groups, k, n, type, makes_heads, takes_heads] = shape;
+  const int64_t rows = shape.rows, groups = shape.groups, k = shape.k, n = shape.n, type = shape.type;
   const int64_t bytes = ElementBytes(type);
   const TensorMapSpec x{.rank = 3,
                         .type = U32(type),
@@ -50,16 +69,26 @@ inline Plan<FewRowsProductArguments> PlanFewRowsProduct(const FewRowsProductShap
                         .extents = {U64(n), U64(k), U64(groups)},
                         .strides = {U64(n * bytes), U64(k * n * bytes)}};
   const int64_t count = CeilDiv(rows, tiles.tile_m) * CeilDiv(n, tiles.tile_n) * groups;
-  return {.grid = U32(makes_heads != 0 ? count : count * tiles.cluster),
+  return {.grid = U32(shape.makes_heads != 0 ? count : count * tiles.cluster),
           .arguments = {.x = {.map = x, .extents = {I32(rows), I32(k), I32(groups)}, .address = at.x},
                         .w = {.map = w, .extents = {I32(k), I32(n), I32(groups)}, .address = at.w},
                         .y = at.y,
+                        .gain = at.gain,
+                        .low = at.low,
+                        .squares = at.squares,
+                        .low_columns = I32(shape.low_columns),
                         .rows = I32(rows),
                         .k = I32(k),
                         .n = I32(n),
                         .groups = I32(groups),
                         .table = at.table,
-                        .eps = eps}};
+                        .eps = eps,
+                        .square_tiles = I32(shape.square_tiles),
+                        .given = at.given,
+                        .weights = at.weights,
+                        .columns = I32(shape.columns),
+                        .column = I32(shape.column),
+                        .scale = scale}};
 }
 
 }  // namespace dsv4_fmha

@@ -210,14 +210,15 @@ void dsv4_fmha_plan_index_query(const RopeShape* shape, int32_t tile_m, const Ro
 }
 
 // A product of few rows with a matrix: 0, or -1 with the reason in `error`.
-int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps, const Tiles* tiles,
+int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps, float scale, const Tiles* tiles,
                                     const FewRowsProductAddresses* addresses, ShownLaunch* out, char* error,
                                     size_t error_bytes) {
   const Layout& layout = shape->makes_heads != 0   ? kFewRowsProductNormRope
+                         : shape->indexes != 0     ? kFewRowsProductIndexQuery
                          : shape->takes_heads != 0 ? kFewRowsProductOfTurned
                                                    : kFewRowsProduct;
-  return Show(layout.name, PlanFewRowsProduct(*shape, eps, *tiles, *addresses), CheckFewRowsProductShape(*shape), out,
-              error, error_bytes);
+  return Show(layout.name, PlanFewRowsProduct(*shape, eps, scale, *tiles, *addresses), CheckFewRowsProductShape(*shape),
+              out, error, error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

@@ -116,10 +116,10 @@ struct Launcher {
       const int32_t smem = std::max(smem_bytes, kSpreadSmemBytes);
       step("cuKernelSetAttribute",
            [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem, *kernel, id); });
-      if (ctas > 1) {  // otherwise there may be shared memory for only one
-        step("cuKernelSetAttribute",
-             [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, *kernel, id); });
-      }
+      // A processor shares out its memory anew, between shared memory and a cache, only while it runs nothing. So
+      // kernels run beside others only where all want the same share.
+      step("cuKernelSetAttribute",
+           [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, *kernel, id); });
       step("cuCtxPushCurrent", [&] { return driver.CtxPushCurrent(context); });
       if (!error.empty()) return error;
       step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&function, *kernel); });

@@ -20,8 +20,8 @@ struct SeenSlots {
               .n_topk_length = n.n_topk_length,
               .n_far = n.n_far,
               .topk = n.topk,
-              .of_window = {n.window_width, call.window_room, call.window_page, call.window_pages},
-              .compressed = {n.width, call.room, call.page, call.pages}};
+              .of_window = {n.window_width, call.window_room, call.window_page, call.window_pages, call.window_stride},
+              .compressed = {n.width, call.room, call.page, call.pages, call.stride}};
     if (n.n_position > 1 || (n.n_position == 0 && n.s_q > 1)) {
       return Refuse(call.position, "shape " + Show(call.position.dimensions), "1 number last, or 0 for one query");
     }

@@ -11,9 +11,9 @@
 namespace dsv4_fmha {
 
 // Where a cache has its entries: `width` pages for a sequence of `page` entries each, out of `pages`; or, with page 0,
-// room in a row.
+// room in a row, `stride` slots after those of the sequence before.
 struct PoolShape {
-  int64_t width, room, page, pages;
+  int64_t width, room, page, pages, stride;
 };
 
 // A step's queries, and what they see.
@@ -22,14 +22,15 @@ struct SeenSlotsShape {
   PoolShape of_window, compressed;
 };
 
-// Why a pool cannot be: empty if it can.
-inline std::string CheckPool(const char* name, const PoolShape& x) {
+// Why a pool of b sequences cannot be: empty if it can.
+inline std::string CheckPool(const char* name, const PoolShape& x, int64_t b) {
   if (std::string error = OutOfRange(name, x.room); !error.empty()) return error;
   if (x.page < 0 || (x.page > 0 && (x.width < 1 || x.width > kMaxExtent / x.page || x.width * x.page != x.room))) {
     return std::string(name) + ": got room for " + std::to_string(x.room) + " entries in " + std::to_string(x.width) +
            " pages of " + std::to_string(x.page);
   }
   if (x.page > 0 && (x.pages < 1 || x.pages > kMaxExtent / x.page)) return TooLarge("pages", x.pages, kMaxExtent);
+  if (x.stride < 0 || x.stride > kMaxExtent / b) return TooLarge("b * stride", b * x.stride, kMaxExtent);
   return "";
 }
 
@@ -39,9 +40,9 @@ inline std::string PlanSeenSlots(const SeenSlotsShape& x, int32_t tile_n, const 
   for (auto [name, extent] : {std::pair{"b", x.b}, {"s_q", x.s_q}, {"window", x.window}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
-  if (std::string error = CheckPool("window_table", x.of_window); !error.empty()) return error;
+  if (std::string error = CheckPool("window_table", x.of_window, x.b); !error.empty()) return error;
   if (x.n_far > 0) {
-    if (std::string error = CheckPool("table", x.compressed); !error.empty()) return error;
+    if (std::string error = CheckPool("table", x.compressed, x.b); !error.empty()) return error;
   }
   if (x.window > kMaxExtent - x.n_far) return TooLarge("window + n_far", x.window + x.n_far, kMaxExtent);
   const int64_t ctas = CeilDiv(x.window, tile_n) + CeilDiv(x.n_far, tile_n);
@@ -62,11 +63,13 @@ inline std::string PlanSeenSlots(const SeenSlotsShape& x, int32_t tile_n, const 
                          .window_room = I32(x.of_window.room),
                          .window_page = I32(x.of_window.page),
                          .window_pages = I32(x.of_window.pages),
+                         .window_stride = I32(x.of_window.stride),
                          .table = at.table,
                          .width = I32(x.compressed.width),
                          .room = I32(x.compressed.room),
                          .page = I32(x.compressed.page),
                          .pages = I32(x.compressed.pages),
+                         .stride = I32(x.compressed.stride),
                          .b = I32(x.b),
                          .s_q = I32(x.s_q),
                          .window = I32(x.window),

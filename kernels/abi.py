@@ -591,19 +591,23 @@ class IndexQuery(Variant):
         return (*each("address", "x", "table", "codes", "scales"), *each("int32", "rows", "heads"))
 
 
-POOL = ("width", "room", "page", "pages")
-"""of a cache: pages and entries of a sequence; entries of a page, 0 without a block table; pages of the pool"""
+POOL = ("width", "room", "page", "pages", "stride")
+"""of a cache: pages and entries of a sequence; entries of a page, 0 without a block table; pages of the pool; without a
+block table, slots from one sequence to the next
+"""
 
 
 @dataclass(frozen=True)
 class FewRowsProduct(Variant):
     """A product of few rows with a matrix. In "few_rows_product_norm_rope" its columns are query heads, which then get
-    their norm and RoPE; in "few_rows_product_of_turned" the rows are heads, whose RoPE is first turned back.
+    their norm and RoPE; in "few_rows_product_index_query" those of an indexer, which get RoPE, the Hadamard transform
+    and their weights; in "few_rows_product_of_turned" the rows are heads, whose RoPE is first turned back.
     """
 
     dtype: str  # of x, w and y
     to_float32: bool = False  # y, instead
     parts: int = 1  # into which k is cut, whose sums are added in turn
+    to_fp8: bool = False  # y, instead, with a scale for each row in its weight
     max_rows: int = ANY  # that it takes
 
     family = "few_rows_product"
@@ -611,6 +615,10 @@ class FewRowsProduct(Variant):
     @property
     def norms(self) -> bool:
         return self.op == "few_rows_product_norm_rope"
+
+    @property
+    def indexes(self) -> bool:
+        return self.op == "few_rows_product_index_query"
 
     @property
     def turns_back(self) -> bool:
@@ -622,12 +630,17 @@ class FewRowsProduct(Variant):
 
     @property
     def params(self) -> Params:
-        return (
-            *(Param(name, kind) for name in ("x", "w") for kind in ("map", "extents3")),
-            *each("address", "y", *["table"] * (self.norms or self.turns_back)),
-            *each("float32", *["eps"] * self.norms),
-            *each("int32", "rows", "k", "n", "groups"),
-        )
+        maps = tuple(Param(name, kind) for name in ("x", "w") for kind in ("map", "extents3"))
+        if self.turns_back:
+            how = each("address", "table")
+        elif self.norms or self.indexes:  # x may be left to be normed, by sums of its squares
+            how = each("address", "table") + each("float32", "eps")
+            how += each("address", "squares") + each("int32", "square_tiles")
+        else:  # the first columns may be a low-rank query, left to be normed
+            how = each("address", "gain", "low", "squares") + each("int32", "low_columns")
+        if self.indexes:
+            how += each("address", "given", "weights") + each("int32", "columns", "column") + each("float32", "scale")
+        return (*maps, *each("address", "y"), *how, *each("int32", "rows", "k", "n", "groups"))
 
 
 @dataclass(frozen=True)

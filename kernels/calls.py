@@ -105,6 +105,7 @@ K_AND_V = (
     *SPAN_OF_HEADS[1:],
 )
 SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
+SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
 OF_TURN = (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
 UNITS = (array("units: f32[b]", "table"),)  # of the codes of a batch entry's keys
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
@@ -325,11 +326,37 @@ TARGETS = (
         {"parts": "int64"},
     ),
     Target(
+        "few_rows_product_and_low_rank",
+        "few_rows_product",
+        (*arrays("x: T[b s_q g k]", "w: T[g k n]"), array("gain: f32[low_columns]", aligned=True)),
+        (
+            array("y: f32[b s_q g n]", aligned=True),
+            # y's first columns times gain, and the sum of squares of every 128 of them
+            *arrays("low: T[b s_q low_columns]", "squares: f32[b s_q n_squares]"),
+        ),
+        {"parts": "int64"},
+    ),
+    Target(
         "few_rows_product_norm_rope",
         "few_rows_product",
-        (*arrays("x: T[b s_q k]", "w: T[k h 512]"), array("table: f32[b s_q 64]", aligned=True)),
+        (*arrays("x: T[b s_q k]", "w: T[k h 512]"), array("table: f32[b s_q 64]", aligned=True), SQUARES),
         arrays("y: T[b s_q h 512]"),
         EPS,
+    ),
+    Target(
+        "few_rows_product_index_query",
+        "few_rows_product",
+        (
+            *arrays("x: T[b s_q k]", "w: T[k h 128]"),
+            array("table: f32[b s_q 64]", aligned=True),
+            SQUARES,
+            *arrays("given: f32[b s_q columns]"),  # of which h from `column` on are the weights of heads
+        ),
+        (
+            array("y: T[b s_q h 128] or f8e4m3fn[b s_q h 128]", aligned=True),
+            *arrays("weights: f32[b s_q h]"),  # times `scale`, and times that of a row of e4m3
+        ),
+        {"parts": "int64", "column": "int64", "scale": "float32", **EPS},
     ),
     *(
         Target(

@@ -126,7 +126,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
-        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, max_heads=64)
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic, max_heads=64)
+        for deterministic in (False, True)
         for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd")
         for dtype in DTYPES
     ),
@@ -202,7 +203,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # a step's products
     *(
-        FewRowsProduct(op, "sm_90a", FEW_ROWS, dtype, to_float32, parts, rows)
+        FewRowsProduct(op, "sm_90a", FEW_ROWS, dtype, to_float32, parts, max_rows=rows)
         for op, to_float32 in (
             ("few_rows_product", False),
             ("few_rows_product", True),
@@ -215,6 +216,12 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         FewRowsProduct("few_rows_product_norm_rope", "sm_90a", FEW_ROWS, dtype, max_rows=rows)
         for dtype in DTYPES
+        for rows in (64, ANY)
+    ),
+    # k of 64 heads of 128 is cut in two
+    *(
+        FewRowsProduct("few_rows_product_index_query", "sm_90a", FEW_ROWS, dtype, parts=2, to_fp8=to_fp8, max_rows=rows)
+        for dtype, to_fp8 in (("bfloat16", False), ("bfloat16", True), ("float16", False))
         for rows in (64, ANY)
     ),
     *plain("sm_90a"),

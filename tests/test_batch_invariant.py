@@ -43,6 +43,7 @@ from jax_dsv4_fmha._ops.decode import seen_slots
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
 from jax_dsv4_fmha.layers import rope as rope_of_rows
 from jax_dsv4_fmha.layers._norm import rms_norm
+from jax_dsv4_fmha.layers.pooling import joined, over_tokens, pool_chunk
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from kernels.abi import Forward, IndexQuery, KvInsert, NormRope
 from kernels.abi import Rope as RopeVariant
@@ -560,6 +561,35 @@ def test_a_step_lists_its_window_as_a_prompt_does(hopper):
     (window,) = seen_slots(2, Cache(rows), None, jnp.array([11, 2]), None, None, None, 4)
     slots, seen = window.indices.reshape(4, -1).tolist(), window.length.ravel().tolist()
     assert [x[:n] for x, n in zip(slots, seen, strict=True)] == [[6, 7, 0, 1], [7, 0, 1, 2], [0], [0, 1]]
+
+
+@pytest.mark.parametrize("ratio", [2, 4, 7, 100, 128])
+def test_pooled_tokens_of_a_prompt(ratio):
+    """Of the same tokens, whatever the batch and how long the prompt; by chunks of whole blocks, too."""
+    compressor = Compressor(64, 128, ratio, overlap=ratio == 4)
+    rng, n = np.random.default_rng(0), 512 // ratio
+    ape = rng.standard_normal((ratio, compressor.channels)).astype(np.float32)
+    tokens = rng.standard_normal((20, n * ratio, compressor.width)).astype(np.float32)
+    pooled = jax.jit(lambda x: joined([compressor._sums(x, ape)]))
+    whole = np.asarray(pooled(tokens))
+    for some, count in ((slice(3, 4), n), (slice(5, 12), n), (slice(0, 1), 1), (slice(2, 20), n // 2)):
+        np.testing.assert_array_equal(pooled(tokens[some, : count * ratio]), whole[some, :count])
+    if ratio >= 100:
+        tokens[:, :, compressor.channels :] += np.tile(ape, (n, 1))
+        state = compressor.state(20)
+        whole, _ = pool_chunk(state, tokens, *(np.full(20, i, np.int32) for i in (0, n * ratio)), ratio)
+        done, first = state, np.full(20, ratio, np.int32)
+        begun, done = pool_chunk(state, tokens[:, :ratio], 0 * first, first, ratio)
+        rest, _ = pool_chunk(done, tokens[:, ratio:], first, n * first, ratio)
+        np.testing.assert_array_equal(np.concatenate([begun, rest[:, : n - 1]], 1), whole)
+
+
+def test_the_gradient_of_pooled_tokens():
+    x = np.random.default_rng(0).standard_normal((2, 3, 13, 5)).astype(np.float32)
+    (got, tangent), transposed = jax.jvp(over_tokens, (x,), (x,)), jax.vjp(over_tokens, x)[1]
+    np.testing.assert_allclose(got, x.sum(2, dtype=np.float64), atol=1e-5)
+    np.testing.assert_allclose(tangent, got, atol=1e-5)
+    np.testing.assert_array_equal(transposed(got)[0], np.broadcast_to(np.asarray(got)[:, :, None], x.shape))
 
 
 @pytest.mark.parametrize("ratio", [0, 4, 128])

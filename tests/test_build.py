@@ -156,13 +156,14 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
     elif isinstance(variant, FewRowsProduct):
         sizes = {"rows": 70, "groups": 2, "k": 1024, "n": 512, "type": TYPES[variant.dtype]}
         sizes |= {"makes_heads": variant.norms, "takes_heads": variant.turns_back}
+        sizes |= {"indexes": variant.indexes, "columns": 4 * variant.indexes}
         launch = plan_few_rows_product(sizes, 1.0, tile_m=64, tile_n=128, cluster=2)
     elif isinstance(variant, KvInsert):
         x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)
         launch = plan_kv_insert(x.shape, 1.0, tile_m=1)
     elif isinstance(variant, SeenSlots):
         sizes = {"b": 2, "s_q": 3, "window": 9, "ratio": 4, "n_position": 1, "n_topk_length": 0, "n_far": 5, "topk": 5}
-        pool = {"width": 2, "room": 16, "page": 8, "pages": 9}
+        pool = {"width": 2, "room": 16, "page": 8, "pages": 9, "stride": 0}
         launch = plan_seen_slots(sizes, pool, pool, tile_n=128)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import dsv4_attention, indexer_blocks, lightning_indexer
 from jax_dsv4_fmha._dispatch import sharding
 from jax_dsv4_fmha._dispatch.sequences import previous, whole_sequences
-from jax_dsv4_fmha.layers import from_config
+from jax_dsv4_fmha.layers import Shared, from_config, unzigzag, zigzag
 from tests.helpers import normal
 from tests.test_layers import MODELS, random_params, stack
 from tests.transformed import assert_close, run
@@ -51,8 +51,8 @@ def mesh_of(kind, devices):
 
 
 @functools.cache
-def compiled(ratio, kind, packed, is_gradient=False, is_balanced=True):
-    """The program of a layer for one sequence over 8 devices, and the names of its operands."""
+def compiled(ratio, kind, packed, is_gradient=False, is_balanced=True, order=None):
+    """The program of a layer for one sequence over 8 devices, and the names of its operands; order: as `zigzag`."""
     config = FLASH if ratio in RATIOS else FLASH_41
     layer, mesh = from_config(config)[config["compress_ratios"].index(ratio)], mesh_of(kind, 8)
 
@@ -65,7 +65,7 @@ def compiled(ratio, kind, packed, is_gradient=False, is_balanced=True):
     ids = operand(jax.ShapeDtypeStruct((1, S), jnp.int32), None, "context") if packed else None
 
     def forward(params, x, ids):
-        return layer(params, x, segment_ids=ids).y
+        return layer(params, x, segment_ids=ids, zigzag=order).y
 
     def loss(params, x, ids):
         return jnp.sum(jnp.square(forward(params, x, ids).astype(jnp.float32)))
@@ -118,6 +118,36 @@ def test_bytes_of_a_layer_of_v41(ratio, kind):
     assert found == {"all-gather": (288 + 68) * S // ratio, "collective-permute": 127 * 512 * 2}
 
 
+@pytest.mark.parametrize(
+    "ratio, kind, packed",
+    [(4, "Auto", False), (4, "Explicit", True)]
+    + [pytest.param(*x, marks=pytest.mark.fuzz) for x in PROGRAMS if x[0] != 4 or x[1:] == ("Auto", True)],
+)
+def test_bytes_of_a_layer_in_zigzag_order(ratio, kind, packed):
+    """At most 400 for a token, with equal work: what `test_bytes_of_a_layer` counts, and halos from both sides. Never
+    index queries.
+    """
+    found = bytes_moved(compiled(ratio, kind, packed, order=8)[0])
+    entries = 2 * {0: 0, 4: 512 + 128, 128: 512}[ratio] // (ratio or 1)
+    assert found.pop("all-gather", 0) == (entries + 4 * packed) * S
+    blocks = {0: 0, 4: (1 + 2 * packed) * (512 + 128), 128: packed * 512}[ratio]
+    assert found.pop("collective-permute") == 2 * (127 * 512 * 2 + 3 * 4 * blocks)
+    assert not found and entries + 4 * packed + 10 <= 400
+
+
+@pytest.mark.parametrize("ratio", [4, *(pytest.param(x, marks=pytest.mark.fuzz) for x in (0, 128))])
+def test_bytes_of_a_gradient_in_zigzag_order(ratio):
+    """Halos are sent once, from both sides, and their gradients back."""
+    text, params = compiled(ratio, "Auto", False, is_gradient=True, order=8)
+    found = bytes_moved(text)
+    trained = sum(x.size for name, x in params.items() if name not in ("indexer", "compressor"))
+    trained += sum(x.size for x in params.get("compressor", {}).values())
+    assert found.pop("all-reduce") == 4 * (trained + (512 * S // ratio if ratio else 0))
+    assert found.pop("collective-permute") == 2 * (127 * 512 * (2 + 2) + (ratio == 4) * 3 * 4 * 1152)
+    assert found.pop("all-gather", 0) == 2 * {0: 0, 4: 512 + 128, 128: 512}[ratio] * S // (ratio or 1)
+    assert not found
+
+
 @pytest.mark.parametrize("ratio", [4, *(pytest.param(x, marks=pytest.mark.fuzz) for x in (0, 128))])
 def test_bytes_of_a_gradient(ratio):
     """What the layer moves, halos twice; the way back of halos and sums; sums of float32 gradients of entries and of
@@ -167,16 +197,23 @@ IDS = np.array([[0] * 3 + [1] * 30 + [2] * 9 + [3] * 22, [4] * 64], np.int32)
 @functools.cache
 def results(name, packed):
     """A layer's output and gradients as a function, its operands, and what one device makes of them."""
-    model, i = LAYERS[name]
-    layer = from_config(MODELS[model])[i]
+    f = function(name, packed, None)
+    layer = from_config(MODELS[LAYERS[name][0]])[LAYERS[name][1]]
     params, x = random_params(layer, 1), normal(2, 2, 64, layer.hidden)
+    return f, (params, x), jax.jit(f)(params, x)
+
+
+def function(name, packed, order):
+    model, i = LAYERS[name]
+    layer, ids = from_config(MODELS[model])[i], jnp.asarray(IDS) if packed else None
+    if packed and order:
+        ids = zigzag(ids, order)
 
     def total(params, x):
-        y = layer(params, x, segment_ids=jnp.asarray(IDS) if packed else None).y
+        y = layer(params, x, segment_ids=ids, zigzag=order).y
         return jnp.sum(jnp.square(y)), y
 
-    f = jax.value_and_grad(total, (0, 1), has_aux=True)
-    return f, (params, x), jax.jit(f)(params, x)
+    return jax.value_and_grad(total, (0, 1), has_aux=True)
 
 
 LAYERS = {"window": ("v4", 0), "sparse": ("v4", 1), "dense": ("v4", 2), "v4.1": ("v4.1", 1)}
@@ -202,6 +239,69 @@ def test_layer(name, packed, devices, kind):
 @pytest.mark.parametrize("name, packed, devices, kind", [case for case in ALL if case not in PLAIN])
 def test_layer_elsewhere(name, packed, devices, kind):
     check(name, packed, devices, kind)
+
+
+def check_zigzag(name, packed, devices, kind):
+    f, (_, (params, x), want) = function(name, packed, devices), results(name, packed)
+    mesh = mesh_of(kind, devices)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    x = jax.device_put(zigzag(x, devices), NamedSharding(mesh, P(None, "context")))
+    (loss, y), (of_params, of_x) = jax.device_get(jax.jit(f)(params, x))
+    y, of_x = (unzigzag(x, devices) for x in (y, of_x))
+    assert_close(((loss, y), (of_params, of_x)), want)
+
+
+FEW_ZIGZAG = (("sparse", True, 8, "Auto"), ("dense", False, 4, "Explicit"), ("v4.1", False, 2, "Auto"))
+
+
+@pytest.mark.parametrize("name, packed, devices, kind", FEW_ZIGZAG)
+def test_layer_in_zigzag_order(name, packed, devices, kind):
+    """Chunks of 4, 8 and 16 tokens, windows of 5, blocks of 4, 8 and 2."""
+    check_zigzag(name, packed, devices, kind)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name, packed, devices, kind", [case for case in ALL if case not in FEW_ZIGZAG])
+def test_layer_in_zigzag_order_elsewhere(name, packed, devices, kind):
+    if (name, devices) == ("dense", 8):
+        with pytest.raises(ValueError, match="wanted of 64 tokens 16 chunks of whole blocks"):
+            check_zigzag(name, packed, devices, kind)
+        return
+    check_zigzag(name, packed, devices, kind)
+
+
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.fuzz)])
+def test_choices_in_zigzag_order(kind):
+    """V4.1's layers hand on entries in their own order and choices in that of tokens; choices may be given, too."""
+
+    def passes(order):
+        def run(layer, p, x, shared, _):
+            indexer = layer.indexer and dataclasses.replace(layer.indexer, fake_quantize=False)
+            layer = dataclasses.replace(layer, fake_quantize=False, indexer=indexer)
+            out = layer(p, x, shared=shared, zigzag=order)
+            if layer.indexer is not None:
+                again = layer(p, x, shared=shared, zigzag=order, indices=out.indices)
+                out = out._replace(y=out.y + again.y)
+            return out
+
+        whole = stack("v4.1", run)
+        return lambda x: whole(x)[0]
+
+    x, mesh, shared_out = normal(3, 2, 64, 24), mesh_of(kind, 4), passes(4)
+    with jax.set_mesh(mesh):
+        got = jax.jit(shared_out)(jax.device_put(zigzag(x, 4), NamedSharding(mesh, P(None, "context"))))
+    assert_close(unzigzag(np.asarray(got), 4), jax.jit(passes(None))(x))
+
+
+@pytest.mark.parametrize("devices, axis", [(1, 0), (3, 1), (4, -1)])
+def test_zigzag(devices, axis):
+    """Each device has a chunk of the first half and its mirror image of the second."""
+    x = np.arange(24) + 100 * np.arange(24)[:, None]
+    got = np.asarray(zigzag(jnp.asarray(x), devices, axis))
+    chunks = np.split(x, 2 * devices, axis)
+    order = [i for device in range(devices) for i in (device, 2 * devices - 1 - device)]
+    np.testing.assert_array_equal(got, np.concatenate([chunks[i] for i in order], axis))
+    np.testing.assert_array_equal(unzigzag(got, devices, axis), x)
 
 
 @pytest.mark.fuzz
@@ -388,31 +488,76 @@ def test_rows_over_a_part_of_a_mesh_axis():
 # On GPUs, with the kernels
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("kind, packed", [("Auto", False), ("Explicit", True)])
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_layer_on_gpus(ratio, kind, packed, monkeypatch):
-    """Output and gradients of a sequence over all GPUs are those of one of them, by the same kernels."""
+def gpus():
     if len(devices := jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
+    return devices
+
+
+SMALL = {"hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 64, "index_topk": 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("is_zigzag", [False, True], ids=["", "zigzag"])
+@pytest.mark.parametrize("kind, packed", [("Auto", False), ("Explicit", True)])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_layer_on_gpus(ratio, kind, packed, is_zigzag, monkeypatch):
+    """Output and gradients of a sequence over all GPUs are those of one of them, by the same kernels."""
+    devices = gpus()
     monkeypatch.setattr(sharding, "LONG_TRIANGLE", 256)
-    small = {"hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 64, "index_topk": 128}
-    layer, s = from_config(FLASH | small)[RATIOS.index(ratio)], 512 * len(devices)
+    layer, s = from_config(FLASH | SMALL)[RATIOS.index(ratio)], 512 * len(devices)
     params, x = layer.init(jax.random.key(0), jnp.bfloat16), normal(1, 1, s, 256).astype(jnp.bfloat16)
     ids = (jnp.arange(s) * 3 // s)[None] if packed else None
 
-    def f(params, x, ids):
-        y, pull = jax.vjp(lambda params, x: layer(params, x, segment_ids=ids).y, params, x)
+    def f(params, x, ids, order=None):
+        y, pull = jax.vjp(lambda params, x: layer(params, x, segment_ids=ids, zigzag=order).y, params, x)
         return y, pull(jnp.sin(y))
 
     operands = jax.device_put((params, x, ids), devices[0])
-    want = jax.jit(f)(*operands)
+    want, order = jax.jit(f)(*operands), len(devices) if is_zigzag else None
+    if is_zigzag:
+        x, ids = zigzag(x, order), ids if ids is None else zigzag(ids, order)
     mesh = jax.make_mesh((len(devices),), ("context",), axis_types=(KINDS[kind],), devices=devices)
     whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P(None, "context")))
     placed = jax.device_put(params, whole), jax.device_put(x, rows), ids if ids is None else jax.device_put(ids, rows)
-    got, moved = run(f, *placed)
+    (y, (of_params, of_x)), moved = run(functools.partial(f, order=order), *placed)
+    y, of_x = (unzigzag(np.asarray(a), order) if is_zigzag else a for a in (y, of_x))
     assert "collective-permute" in moved
+    near((y, (of_params, of_x)), want)
+
+
+def near(got, want, tolerance=1e-2):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x, y = (np.asarray(a, np.float32) for a in (x, y))
-        assert np.isfinite(x).all() and np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)
+        assert np.isfinite(x).all() and np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("kind, is_zigzag", [("Auto", False), ("Explicit", True)])
+def test_v41_on_gpus(kind, is_zigzag):
+    """V4.1's layers, one of which chooses within another one's candidates, as in `test_model`."""
+    devices = gpus()
+    more = {"num_hidden_layers": 4, "compress_ratios": [2, 1, 1, 1], "index_source_layer_ids": [0, 1, 3]}
+    layers, s = from_config(FLASH_41 | SMALL | more | {"candidate_topk_blocks": 32}), 512 * len(devices)
+    params = [layer.init(jax.random.key(i), jnp.bfloat16) for i, layer in enumerate(layers)]
+    x, order = normal(1, 1, s, 256).astype(jnp.bfloat16), len(devices) if is_zigzag else None
+    mesh = jax.make_mesh((len(devices),), ("context",), axis_types=(KINDS[kind],), devices=devices)
+    whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P(None, "context")))
+    for rounds in (False, True):
+
+        def f(params, x, order=None, rounds=rounds):
+            shared = Shared()
+            for layer, p in zip(layers, params, strict=True):
+                if not rounds:
+                    indexer = layer.indexer and dataclasses.replace(layer.indexer, fake_quantize=False)
+                    layer = dataclasses.replace(layer, fake_quantize=False, indexer=indexer)
+                out = layer(p, x, shared=shared, zigzag=order)
+                x, shared = x + out.y, shared.after(out)
+            return x
+
+        want = np.asarray(jax.jit(f)(*jax.device_put((params, x), devices[0])), np.float32)
+        given = jax.device_put(params, whole), jax.device_put(zigzag(x, order) if order else x, rows)
+        got = np.asarray(jax.jit(functools.partial(f, order=order))(*given), np.float32)
+        near(unzigzag(got, order) if order else got, want, 5e-2)  # another entry where two score nearly alike

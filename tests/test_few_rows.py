@@ -1,6 +1,8 @@
 """A step's products, `layers/_few_rows.py`: by definition on a CPU and on meshes, by kernels on a GPU."""
 
 import dataclasses
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha._bench.layer import LayerRow
+from jax_dsv4_fmha._bench.measure import KERNEL_BY_KERNEL, interleaved
 from jax_dsv4_fmha._host import few_rows_product as raw
 from jax_dsv4_fmha.layers import _few_rows, from_config
 
@@ -16,6 +20,10 @@ from .helpers import collectives
 from .test_layers import MODELS
 
 B, S, H, R, G, N = 2, 3, 4, 32, 2, 24
+RANK = 256  # of a query that is left to be normed
+SCALE = 0.75
+HADAMARD = np.array([[(-1.0) ** (i & j).bit_count() for i in range(raw.INDEX_D)] for j in range(raw.INDEX_D)])
+HADAMARD *= raw.INDEX_D**-0.5
 EPS = 1e-3
 
 
@@ -33,25 +41,42 @@ def operands(b=B, s=S, h=H, rank=R, groups=G, n=N, dtype=jnp.bfloat16):
         "o": normal(3, b, s, h, raw.HEAD, dtype=dtype) * raw.HEAD**0.5,
         "wa": normal(4, groups, h // groups * raw.HEAD, n, dtype=dtype) * (h * raw.HEAD) ** -0.5,
         "wb": normal(5, groups, n, rank, dtype=dtype) * n**-0.5,
+        "wl": normal(6, rank, RANK + 72, dtype=dtype) * rank**-0.5,
+        "gain": jnp.geomspace(0.5, 2, RANK),
+        "wh": normal(7, RANK, h, raw.HEAD, dtype=dtype) * RANK**-0.5,
+        "wi": normal(8, RANK, 64, raw.INDEX_D, dtype=dtype) * RANK**-0.5,
         "table": jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(b, s, raw.DIMS),
     }
 
 
-def all_of(kernel, x, wx, wq, o, wa, wb, table):
-    low = _few_rows.grouped_product(o, wa, table, kernel)
-    return {
+def all_of(kernel, x, wx, wq, o, wa, wb, wl, gain, wh, wi, table):
+    low, left = _few_rows.grouped_product(o, wa, table, kernel), {}
+    if kernel:
+        of_x, c = _few_rows.product_and_low_rank(x, wl, gain)
+        how = {"column": RANK, "scale": SCALE, "eps": EPS}
+        indexed, weights = _few_rows.index_query(c, wi, table, of_x, False, **how)
+        left = {
+            "of x": of_x,
+            "normed heads": _few_rows.query_heads(c, wh, table, EPS, kernel),
+            "indexed": indexed,
+            "weights": weights,
+        }
+        if x.dtype == jnp.bfloat16:  # as packed caches are
+            codes, scaled = _few_rows.index_query(c, wi, table, of_x, True, **how)
+            left["codes"] = codes.astype(jnp.float32) * (scaled / weights)[..., None]
+    return left | {
         "float32": _few_rows.plain_product(x, wx, jnp.float32, kernel),
         "plain": _few_rows.plain_product(x, wx, x.dtype, kernel),
-        "heads": _few_rows.query_heads(x, wq, table, EPS, kernel),
+        "heads": _few_rows.query_heads(_few_rows.LowRank(x), wq, table, EPS, kernel),
         "grouped": low,
         "summed": _few_rows.summed_product(low, wb, kernel),
     }
 
 
-def by_numpy(x, wx, wq, o, wa, wb, table):
+def by_numpy(**given):
     """float64, from the same operands."""
-    dtype = x.dtype
-    x, wx, wq, o, wa, wb, table = (np.asarray(a, np.float64) for a in (x, wx, wq, o, wa, wb, table))
+    dtype = given["x"].dtype
+    x, wx, wq, o, wa, wb, wl, gain, wh, wi, table = (np.asarray(a, np.float64) for a in given.values())
     turns = table[:, :, None, ::2] + 1j * table[:, :, None, 1::2]
 
     def turned(y, turns):
@@ -60,8 +85,15 @@ def by_numpy(x, wx, wq, o, wa, wb, table):
         y[..., -n::2], y[..., -n + 1 :: 2] = pairs.real, pairs.imag
         return y
 
-    q = np.einsum("bsk,khd->bshd", x, wq)
-    q = turned(q / np.sqrt(np.mean(q * q, -1, keepdims=True) + EPS), turns)
+    def normed(q):
+        return q / np.sqrt(np.mean(q * q, -1, keepdims=True) + EPS)
+
+    q = turned(normed(np.einsum("bsk,khd->bshd", x, wq)), turns)
+    of_x = x @ wl
+    query = of_x[..., :RANK]
+    left = np.asarray(jnp.asarray(query * gain, dtype), np.float64)
+    c = left / np.sqrt(np.mean(query * query, -1, keepdims=True) + EPS)
+    indexed = turned(np.einsum("bsk,khd->bshd", c, wi), turns) @ HADAMARD
     back = turned(o, turns.conj()).reshape(*o.shape[:2], len(wa), -1)
     low = np.einsum("bsgk,gkn->bsgn", np.asarray(jnp.asarray(back, dtype), np.float64), wa)
     rounded = np.asarray(jnp.asarray(low, dtype), np.float64)
@@ -71,13 +103,18 @@ def by_numpy(x, wx, wq, o, wa, wb, table):
         "heads": q,
         "grouped": low,
         "summed": np.einsum("bsgn,gnm->bsm", rounded, wb),
+        "of x": of_x,
+        "normed heads": turned(normed(np.einsum("bsk,khd->bshd", c, wh)), turns),
+        "indexed": indexed,
+        "weights": SCALE * of_x[..., RANK : RANK + 64],
+        "codes": indexed,
     }
 
 
 def assert_near(got, want):
     for name, y in got.items():
         size = np.abs(want[name]) + np.sqrt(np.mean(want[name] ** 2))
-        most = 2**-18 if y.dtype == jnp.float32 else 2**-7
+        most = 2**-3 if name == "codes" else 2**-18 if y.dtype == jnp.float32 else 2**-6 if name == "indexed" else 2**-7
         assert (np.abs(np.asarray(y, np.float64) - want[name]) <= most * size).all(), name
 
 
@@ -85,7 +122,8 @@ def assert_near(got, want):
 def test_products_are_right(kernel):
     given = operands()
     got = jax.jit(lambda x: all_of(kernel, **x))(given)
-    assert [y.dtype for y in got.values()] == [jnp.float32] + [jnp.bfloat16] * 4
+    in_float32 = {name for name, y in got.items() if y.dtype == jnp.float32}
+    assert in_float32 == {"float32", *(["of x", "weights", "codes"] if kernel else [])}
     assert_near(got, by_numpy(**given))
 
 
@@ -97,6 +135,7 @@ def test_heads_and_batch_may_be_sharded(kind):
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
     specs = {"x": P("batch"), "wq": P(None, "heads"), "o": P("batch", None, "heads"), "table": P("batch")}
     specs |= {"wx": P(), "wa": P("heads"), "wb": P("heads")}
+    specs |= {"wl": P(), "gain": P(), "wh": P(None, "heads"), "wi": P()}
     given = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
     compiled = jax.jit(lambda x: all_of(True, **x)).lower(given).compile()
     assert_near(compiled(given), want)
@@ -116,6 +155,56 @@ def test_how_k_is_cut():
     assert raw.parts(128, 64, 1) == 2 and raw.parts(1024, 1 << 20, 1) == 1
 
 
+FIRST, HEADS, LAST = (
+    ["few_rows_product_and_low_rank", "kv_insert"],
+    ["few_rows_product_norm_rope"],
+    ["few_rows_product_of_turned", "few_rows_product"],
+)
+CALLS = {
+    0: [*FIRST, *HEADS, "seen_slots", "attention", *LAST],
+    4: [
+        *(*FIRST, "kv_insert_pooled", "kv_insert_pooled", *HEADS),
+        *("few_rows_product_index_query", "paged_lightning_indexer", "seen_slots", "attention", *LAST),
+    ],
+    128: [*FIRST, "kv_insert_running", *HEADS, "seen_slots", "attention", *LAST],
+}
+LAUNCHES = {"bfloat16": {0: 8, 4: 14, 128: 9}, "float8_e4m3fn": {0: 8, 4: 15, 128: 9}}
+"""of a step by ratio: XLA makes tables of RoPE in one kernel, and at ratio 4 what an indexer sees in another one. An
+indexer's call has two kernels, and in FP8 that of attention to chosen entries has two."""
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("ratio", CALLS)
+def test_calls_of_a_step(ratio, cache):
+    """Of V4-Flash's layers, for any GPU."""
+    row = LayerRow(b=64, s_q=1, s_kv=16384, ratio=ratio, cache=cache)
+    layer = row.layer
+
+    def made(key):
+        params = layer.joined(layer.init(key, jnp.bfloat16))
+        return params, jnp.zeros((64, 1, layer.hidden), jnp.bfloat16), layer.cache(64, 16384, jnp.dtype(cache))
+
+    shapes = jax.eval_shape(made, jax.random.key(0))
+    traced = jax.jit(layer.step, donate_argnums=2).trace(*shapes, lengths=jax.ShapeDtypeStruct((64,), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    attention = "dsv4_decode" if ratio or cache != "bfloat16" else "mla_sparse_fwd"
+    wanted = [attention if name == "attention" else name for name in CALLS[ratio]]
+    assert sorted(re.findall(r"custom_call @dsv4_fmha_(\w+)", text)) == sorted(wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("ratio", CALLS)
+def test_launches_of_a_step(ratio, cache):
+    row = LayerRow(b=64, s_q=1, s_kv=16384, ratio=ratio, cache=cache)
+    step = row.compiled(row.inputs(1), KERNEL_BY_KERNEL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the type of event.stats warns, and aborts where warnings are errors
+        found = interleaved({"ours": step}, 1, "hlo_op")["ours"]
+    assert found["launches"] == LAUNCHES[cache][ratio], found["kernels"]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -130,18 +219,24 @@ def test_kernels_are_right(rows, dtype):
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
-    """A whole layer steps 128 sequences of different lengths, and then 1 to 100 of them."""
+    """A whole layer steps 128 sequences of different lengths, and then some of them: the attention of one shares out
+    columns, that of 100 does not, and products take a tile of rows or two.
+    """
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
     sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
     layer = dataclasses.replace(from_config(MODELS["v4"] | sizes)[kind], batch_invariant=True)
     params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
     x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
     lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)
-    first = jax.jit(lambda x, n: layer(params, x, layer.cache(128, 48, jnp.dtype(cache)), lengths=n).cache)(x, lengths)
+    quickly = {"xla_gpu_autotune_level": "0"}  # compiled; the prompt's products may have any bits
+    prompt = jax.jit(
+        lambda x, n: layer(params, x, layer.cache(128, 48, jnp.dtype(cache)), lengths=n).cache, compiler_options=quickly
+    )
+    first = prompt(x, lengths)
     last = jnp.take_along_axis(x, lengths[:, None, None], 1)
     step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n).y)
     whole = np.asarray(step(last, first, lengths + 1)).view(np.uint16)
-    for b in (1, 2, 7, 33, 64, 100):
+    for b in (1, 33, 100):
         some = rng.permutation(128)[:b]
         y = step(last[some], jax.tree.map(lambda a, some=some: a[some], first), lengths[some] + 1)
         np.testing.assert_array_equal(np.asarray(y).view(np.uint16), whole[some])

@@ -20,6 +20,8 @@ from jax_dsv4_fmha.layers import (
     hadamard,
     inverse_rope,
     rope,
+    unzigzag,
+    zigzag,
 )
 from jax_dsv4_fmha.layers.documents import packed_blocks
 from tests.test_layers import MODELS, checkpoint, hidden, model, stack
@@ -115,6 +117,12 @@ OPERANDS = [
     (lambda: COMPRESSOR(PC | {"norm": PC["norm"][:1]}, X), r"params.norm: got float32\[1\], wanted floats\[16\]"),
     (lambda: COMPRESSOR(PC | {"w": PC["w"].astype(jnp.int8)}, X), r"params.w: got int8\[24, 64\], wanted floats"),
     (lambda: COMPRESSOR(PC | {"w": [1]}, X), r"Compressor: params.w: got \[1\], wanted floats\[24, 64\]"),
+    (lambda: COMPRESSOR(PC, X, zigzag=3), r"Compressor: zigzag: got 3, wanted of 8 tokens 6 chunks of whole blocks"),
+    (lambda: LAYER(P, X, zigzag=0), r"DSV4Attention: zigzag: got 0, wanted an int >= 1"),
+    (lambda: LAYER(P, X, zigzag=2), r"zigzag: got 2, wanted of 8 tokens 4 chunks of whole blocks, of 4 tokens"),
+    (lambda: LAYER(P, X, CACHE, zigzag=1), r"DSV4Attention: zigzag: got 1, wanted None with a cache"),
+    (lambda: zigzag(X, 3), r"zigzag: x: got float32\[2, 8, 24\], wanted a multiple of 6 on axis 1"),
+    (lambda: unzigzag(X, 1.5), r"unzigzag: devices: got 1.5, wanted an int >= 1"),
     (lambda: COMPRESSOR(PC, X, AT), r"Compressor: packed: got int32\[1, 8\], wanted what `packed_blocks` finds, or N"),
     (lambda: COMPRESSOR(PC, X, packed_blocks(AT, 4)), r"packed.place: got int32\[1, 8\], wanted int32\[2, 8\]"),
     (lambda: COMPRESSOR.tokens(PC, X, AT[0]), r"Compressor: positions: got int32\[8\], wanted int32\[b=2 or 1, s=8\]"),

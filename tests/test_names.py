@@ -62,6 +62,8 @@ LAYERS = [
     "hadamard",
     "inverse_rope",
     "rope",
+    "unzigzag",
+    "zigzag",
 ]
 
 

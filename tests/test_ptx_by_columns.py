@@ -12,7 +12,7 @@ from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, by_columns, native
 from interpreter.kernels.launch import Kernel, launch
-from interpreter.machine.hazards import Race, Undefined
+from interpreter.machine.hazards import Misuse, Race, Undefined
 from kernels.abi import RowColumns, RowScores
 
 BUILT = {v.key: v for family in (RowScores, RowColumns) for v in native.built(family)}
@@ -72,30 +72,51 @@ def test_more_tiles_of_keys_than_fit_into_shared_memory():
 # ---- planted faults
 
 
-def read_early(text):
-    """All waits are dropped except for the first one, of what loads."""
-    return edits.replace(text, edits.WAIT.pattern, "", slice(1, None))
+def bare_of_waits(barriers):
+    """Without the waits for these: full and empty of tiles of keys, and of P."""
+
+    def edit(text):
+        starts = {"keys full": 0, "keys empty": 8, "P full": 16, "P empty": 20}
+        return edits.drop_waits(text, {edits.barriers(text)[starts[barriers]]})
+
+    return edit
 
 
 def weights_unfenced(text):
     return edits.drop(text, r"fence\.proxy\.async\.shared::cta")
 
 
-def sides_never_meet(text):
-    return edits.drop(text, r"bar\.sync\s+1, 256")
+def groups_never_meet(text):
+    return edits.drop(text, r"bar\.sync\s+1, 384")
 
 
+def products_not_awaited(text):
+    return edits.drop(text, r"wgmma\.wait_group\.sync\.aligned", slice(0, -1))
+
+
+COLUMNS_BYTES = r"[1-5]?\d{4}"
 P_BYTES = r"(6[6-9]|[78]\d|9[0-8])\d{3}"
-"""Where P lies in shared memory, after 64 KiB of columns of keys from 1024 on; scores come after it, then sums."""
+SCORES_BYTES = r"(99[3-9]\d\d|[12]\d{5})"
+"""Where these lie in shared memory: 64 KiB of columns of keys from 1024 on, then P, then scores, and then sums."""
+
+LONG = {"s_q": 2, "h_q": 33, "topk": 64 * 17}  # more tiles of keys than there are places
 
 FAULTS = [
     PlantedFault(
         "scores or columns of keys read before they are there",
         "row_columns",
         (Race, Undefined),
-        r"(wgmma[^\n]*\n\s+reads SMEM of CTA \d+ bytes [1-5]?\d{4}|"
-        r"ld\.shared\.v4[^\n]*\n\s+reads SMEM of CTA \d+ bytes (99[3-9]\d\d|[12]\d{5}))\.\.",
-        read_early,
+        rf"(wgmma[^\n]*\n\s+reads SMEM of CTA \d+ bytes {COLUMNS_BYTES}|"
+        rf"ld\.shared\.v4[^\n]*\n\s+reads SMEM of CTA \d+ bytes {SCORES_BYTES})\.\.",
+        bare_of_waits("keys full"),
+    ),
+    PlantedFault(
+        "scores or columns of keys loaded over others that are still read",
+        "row_columns",
+        Misuse,  # before any race: the barrier of the place still counts bytes
+        r"expect_tx[^\n]*\n\s+an arrival too many: mbarrier \+2298[89]\d|mbarrier \+229[89]\d\d \(count 1",
+        bare_of_waits("keys empty"),
+        case=LONG,
     ),
     PlantedFault(
         "P read through another proxy",
@@ -105,30 +126,53 @@ FAULTS = [
         weights_unfenced,
     ),
     PlantedFault(
-        "P, or a sum, read before the other side has written it",
+        "P read before it is there",
         "row_columns",
         (Race, Undefined),
-        rf"SMEM of CTA \d+ bytes ({P_BYTES}|230[4-9]\d\d)\.\.\d+[ ,][^\n]*(which nobody wrote|nothing orders)",
-        sides_never_meet,
+        rf"wgmma[^\n]*\n\s+reads SMEM of CTA \d+ bytes {P_BYTES}\.\.\d+[^:\n]*(which nobody wrote|nothing orders)",
+        bare_of_waits("P full"),
+    ),
+    PlantedFault(
+        "P written over other weights that are still read",
+        "row_columns",
+        Race,
+        rf"stmatrix[^\n]*\n\s+overwrites SMEM of CTA \d+ bytes {P_BYTES}\.\.",
+        bare_of_waits("P empty"),
+        case=LONG,
+    ),
+    PlantedFault(
+        "a sum read before a side has written it",
+        "row_columns",
+        (Race, Undefined),
+        r"SMEM of CTA \d+ bytes (230[4-9]\d\d)\.\.\d+[ ,][^\n]*(which nobody wrote|nothing orders)",
+        groups_never_meet,
+    ),
+    PlantedFault(
+        "o scaled under products",
+        "row_columns",
+        Race,
+        r"register %r\d+ while the wgmma of line \d+ may still write it",
+        products_not_awaited,
+        case=LONG,
     ),
 ]
 
 
 @functools.cache
-def problem():
-    return operands("mla_sparse_fwd_sm_90a_d512_bfloat16", s_q=2, h_q=33, topk=130)
+def problem(**extents):
+    return operands("mla_sparse_fwd_sm_90a_d512_bfloat16", **(extents or {"s_q": 2, "h_q": 33, "topk": 130}))
 
 
 @functools.cache
-def scored():
-    (machine := by_columns.score(kernel(KEY), problem())).run()
+def scored(**extents):
+    (machine := by_columns.score(kernel(KEY), problem(**extents))).run()
     return machine
 
 
 def run_with(fault, seed):
-    columns = kernel(COLUMNS.format("bfloat16"))
+    columns, case = kernel(COLUMNS.format("bfloat16")), fault.case or {}
     faulty = replace(columns, ptx=fault.planted_in(columns.ptx))
-    by_columns.add_columns(faulty, problem(), scored(), seed=seed).run()
+    by_columns.add_columns(faulty, problem(**case), scored(**case), seed=seed).run()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -8,9 +8,10 @@ import pytest
 from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import native
-from interpreter.kernels.few_rows_product import Problem, judge, run
+from interpreter.kernels.few_rows_product import INDEX_D, Problem, judge, results, run
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Race
+from jax_dsv4_fmha._definitions.packed import quantize_rows
 from kernels.abi import ANY, FewRowsProduct
 
 BUILT = {v.key: v for v in native.built(FewRowsProduct)}
@@ -20,28 +21,79 @@ BUILT = {v.key: v for v in native.built(FewRowsProduct)}
 def test_is_right(key):
     variant = BUILT[key]
     x = Problem.typical(variant, 5 if variant.max_rows < ANY else 70, 1 if variant.norms else 2)
-    judge(x, run(x))
+    judge(x, results(x))
 
 
-def of(op, parts=1, max_rows=64, to_float32=False, dtype="bfloat16"):
-    choices = {"dtype": dtype, "to_float32": to_float32, "parts": parts, "max_rows": max_rows}
+def of(op, parts=1, max_rows=64, to_float32=False, to_fp8=False, dtype="bfloat16"):
+    choices = {"dtype": dtype, "to_float32": to_float32, "parts": parts, "to_fp8": to_fp8, "max_rows": max_rows}
     return next((v for v in BUILT.values() if v.op == op and v.choices == choices), None)
 
 
-PRODUCT, HEADS, TURNED = (f"few_rows_product{what}" for what in ("", "_norm_rope", "_of_turned"))
+PRODUCT, HEADS, INDEX, TURNED = (f"few_rows_product{what}" for what in ("", "_norm_rope", "_index_query", "_of_turned"))
+
+
+def with_low_rank(max_rows=64, rows=5):
+    """A low-rank query in all but the last columns of a product."""
+    return Problem.of(of(PRODUCT, 4, max_rows, to_float32=True), rows, 264, 328, low_columns=256)
+
+
+def left_to_be_normed(max_rows=64, rows=5):
+    return Problem.of(of(HEADS, 1, max_rows), rows, 256, 1024, left=True)
+
+
+def without_squares():
+    """An indexer's query of a query that is normed."""
+    return Problem.of(of(INDEX, 2), 5, 136, 256)
+
+
 needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
 
 
 @needs_kernels
-@pytest.mark.parametrize(("op", "parts"), [(PRODUCT, 4), (HEADS, 1), (TURNED, 2)])
-def test_a_row_has_the_same_bits_in_any_company(op, parts):
+@pytest.mark.parametrize(
+    "make",
+    [with_low_rank, lambda rows, **how: with_low_rank(rows, 70), left_to_be_normed, lambda rows: without_squares()],
+    ids=["with a low-rank query", "of more rows", "left to be normed", "an index query of one that is normed"],
+)
+@pytest.mark.parametrize("max_rows", [64, ANY])
+def test_norms_apart(make, max_rows):
+    x = make(max_rows)
+    judge(x, results(x))
+
+
+@needs_kernels
+def test_an_index_query_is_quantized_as_a_cache_quantizes():
+    """The codes of what the kernel makes in 16 bits, bit for bit, and weights times its scales."""
+    x = Problem.typical(of(INDEX, 2), 5)
+    plain, packed = results(x), results(replace(x, variant=of(INDEX, 2, to_fp8=True)))
+    codes, scales = (np.asarray(a) for a in quantize_rows(plain["y"].reshape(5, -1, INDEX_D)))
+    assert np.array_equal(packed["y"].reshape(codes.shape).view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_array_equal(packed["weights"], plain["weights"] * scales)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda op=op, parts=parts: Problem.typical(of(op, parts), 140) for op, parts in ((PRODUCT, 4), (TURNED, 2))),
+        lambda: Problem.typical(of(HEADS), 140),
+        lambda: with_low_rank(64, 140),
+        lambda: left_to_be_normed(64, 140),
+        lambda: Problem.typical(of(INDEX, 2), 140),
+        lambda: Problem.typical(of(INDEX, 2, to_fp8=True), 140),
+    ],
+    ids=["plain", "turned", "heads", "with a low-rank query", "left to be normed", "index query", "in 8 bits"],
+)
+def test_a_row_has_the_same_bits_in_any_company(make):
     """Alone, among others, in another place, by the kernel for more rows, and in its second tile of rows."""
-    few, more = (of(op, parts, rows) for rows in (64, ANY))
-    whole = Problem.typical(few, 140)
-    want = run(replace(whole, variant=more))
+    whole = make()
+    few = whole.variant
+    more = of(**{"op": few.op, **few.choices, "max_rows": ANY})
+    want = results(replace(whole, variant=more))
     for variant, rows in ((few, slice(3, 4)), (few, slice(3, 60)), (more, slice(50, 139)), (few, slice(0, 140))):
-        part = Problem(variant, whole.x[rows], whole.w, whole.angle[rows])
-        assert np.array_equal(run(part).view(np.uint16), want[rows].view(np.uint16)), (variant.key, rows)
+        part = replace(whole, variant=variant, x=whole.x[rows], angle=whole.angle[rows])
+        for name, array in results(part).items():
+            assert array.tobytes() == want[name][rows].tobytes(), (variant.key, rows, name)
 
 
 @needs_kernels
@@ -84,7 +136,13 @@ def consumers_meet_alone(text):
 def one_mean_too_few(text):
     """Sums of squares of other lanes are lost."""
     pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 16,[^;]*;"
-    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;")
+
+
+def a_lane_s_neighbour_is_lost(text):
+    """One step of the Hadamard transform takes another lane's numbers for its own."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 8,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};", slice(0, 1))
 
 
 def turned_numbers_are_not_awaited(text):
@@ -97,15 +155,38 @@ def turned_without_a_fence(text):
     return edits.drop(text, r"fence\.proxy\.async")
 
 
+LOW, LEFT = "with a low-rank query", "left to be normed"
+PROBLEMS = {
+    PRODUCT: lambda: Problem.typical(of(PRODUCT, 2), 5),
+    HEADS: lambda: Problem.typical(of(HEADS), 5),
+    TURNED: lambda: Problem.typical(of(TURNED, 2), 5),
+    INDEX: lambda: Problem.typical(of(INDEX, 2), 5),
+    LOW: with_low_rank,
+    LEFT: left_to_be_normed,
+}
 FAULTS = [
     PlantedFault("a tile of k is left out", PRODUCT, Wrong, "974 of 1000", parameters={"k": lambda k: k - 64}),
     PlantedFault("a row is left out", PRODUCT, Wrong, "200 of 1000 .* nan", parameters={"rows": lambda n: n - 1}),
     PlantedFault("eps", HEADS, Wrong, "589 of 5120", parameters={"eps": lambda x: 4 * x}),
     PlantedFault("a part of another CTA", PRODUCT, Wrong, "1000 of 1000", another_part),
     PlantedFault("squares of half of the columns", HEADS, Wrong, "5075 of 5120", one_mean_too_few),
+    PlantedFault(
+        "a low-rank query of fewer columns", LOW, Wrong, "of low", parameters={"low_columns": lambda n: n - 128}
+    ),
+    PlantedFault("a low-rank query of half of the squares", LOW, Wrong, "of squares", one_mean_too_few),
+    PlantedFault("a tile of squares is left out", LEFT, Wrong, "of 5120", parameters={"square_tiles": lambda n: n - 1}),
+    PlantedFault("nobody norms", INDEX, Wrong, "of 1280", parameters={"square_tiles": lambda n: 0}),
+    PlantedFault("eps of the query", INDEX, Wrong, "of 1280", parameters={"eps": lambda x: 64 * x}),
+    PlantedFault("another head's weight", INDEX, Wrong, "of weights", parameters={"column": lambda n: n + 1}),
+    PlantedFault("another row's weight", INDEX, Wrong, "of weights", parameters={"columns": lambda n: n - 1}),
+    PlantedFault("scale", INDEX, Wrong, "10 of 10 .* of weights", parameters={"scale": lambda x: 2 * x}),
+    PlantedFault("a step of the transform", INDEX, Wrong, "of 1280", a_lane_s_neighbour_is_lost),
     PlantedFault("consumers meet alone", PRODUCT, Race, "overwrites SMEM .* the read by wgmma", consumers_meet_alone),
     PlantedFault(
         "the first meeting is left out", PRODUCT, Race, "nothing tells that it has begun", the_first_meeting_is_left_out
+    ),
+    PlantedFault(
+        "nobody waits for readers of sums", INDEX, Race, "ends while nothing orders", the_last_meeting_is_left_out
     ),
     PlantedFault(
         "turned numbers are not awaited", TURNED, Race, "reads SMEM .* nothing orders", turned_numbers_are_not_awaited
@@ -119,9 +200,9 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_fault(fault):
     def run_with(fault, seed):
-        x = Problem.typical(of(fault.kernel, 1 if fault.kernel == HEADS else 2), 5)
+        x = PROBLEMS[fault.kernel]()
         edit = fault.planted_in if fault.edit else lambda text: text
-        judge(x, run(x, seed=seed, edit=edit, edits=fault.parameters))
+        judge(x, results(x, seed=seed, edit=edit, edits=fault.parameters))
 
     fault.check(run_with)
 
@@ -133,17 +214,15 @@ def test_fault(fault):
         ({"n": 12}, "n is 12, wanted a multiple of 8"),
         ({"rows": 0}, "rows is 0, wanted at least 1"),
         ({"takes_heads": 1}, "k is 64, wanted heads of 512"),
+        ({"low_columns": 8}, "low_columns is 8, wanted a multiple of 128, at most n = 16"),
+        ({"n": 256, "low_columns": 256, "square_tiles": 1}, "n_squares is 1, wanted one for 128 of 256"),
+        ({"n": 256, "low_columns": 128, "square_tiles": 1, "groups": 2}, "groups is 2, wanted 1 with a low-rank query"),
+        ({"makes_heads": 1, "k": 4224, "square_tiles": 33}, "n_squares is 33, the limit is 32"),
+        ({"makes_heads": 1, "square_tiles": 1}, "n_squares is 1, wanted one for 128 of 64"),
+        ({"indexes": 1, "n": 256, "columns": 9, "column": 8}, "column is 8, wanted one with 2 of 9 from there on"),
     ],
 )
 def test_the_launch_refuses(sizes, says):
-    shape = {
-        "rows": 3,
-        "groups": 1,
-        "k": 64,
-        "n": 16,
-        "type": native.TYPES["bfloat16"],
-        "makes_heads": 0,
-        "takes_heads": 0,
-    } | sizes
+    shape = {"rows": 3, "groups": 1, "k": 64, "n": 16, "type": native.TYPES["bfloat16"]} | sizes
     with pytest.raises(ValueError, match=says):
         native.plan_few_rows_product(shape, 1.0, tile_m=64, tile_n=128, cluster=1)

@@ -125,9 +125,11 @@ def test_agrees_with_hardware(key):
 SPAN, SELECTION = "mla_span_bwd_sm_90a_d512_bfloat16", "mla_sparse_bwd_sm_90a_d512_bfloat16_h64"
 BOTH = "csa_bwd_sm_90a_d512_bfloat16_h64"
 FEW = "mla_sparse_bwd_sm_90a_d512_bfloat16_h16"
+FIXED = "mla_span_bwd_sm_90a_d512_bfloat16_deterministic"
 TURNED = "mla_span_bwd_turned_sm_90a_d512_bfloat16_h64"
 OF_FAULTS = {
     SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
+    FIXED: {"b": 1, "s_q": 9, "s_kv": 100, "h_q": 8, "width": ALL_KEYS},  # two, which a cluster takes
     SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
     BOTH: {"b": 1, "s_q": 3, "s_kv": 150, "h_q": 8, "s_kv1": 70, "topk": 20, "width": ALL_KEYS},
     FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
@@ -179,6 +181,12 @@ def delta_of_another_row(text: str) -> str:
     subtracted = re.findall(r"sub\.f32\s+%r\d+, %r\d+, (%r\d+);", text)
     (first, second) = list(dict.fromkeys(subtracted))[2:]  # the others shift exponents
     return edits.replace(text, rf"(sub\.f32\s+%r\d+, %r\d+, ){second};", lambda m: f"{m[1]}{first};")
+
+
+def without_the_peer_s(text: str) -> str:
+    """The first of right's chunks has the numbers of its own CTA alone."""
+    sums = r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);"
+    return edits.replace(text, sums, lambda m: f"mov.b32 {m[1]}, {m[2]};", slice(0, 8))
 
 
 def prefetching(text: str) -> str:
@@ -295,6 +303,20 @@ FAULTS = [
         Race,
         late(r"st\.async", r"\d+"),
         without_waiting("received_empty0", "received_empty1"),
+    ),
+    PlantedFault(
+        "a chunk is sent over one that goes out in fixed point",
+        FIXED,
+        Race,
+        late(r"st\.async", r"\d+"),
+        without_waiting("received_empty0", "received_empty1"),
+    ),
+    PlantedFault(
+        "what the peer sends is left out of a sum in fixed point",
+        FIXED,
+        Wrong,
+        r"^(?!.*dq is wrong).*dkv0 is wrong in .* keys, 0\.\.99, columns 0\.\.63$",  # both CTAs' first chunks
+        without_the_peer_s,
     ),
     PlantedFault(
         "Q comes in while left takes dQ through its norm",

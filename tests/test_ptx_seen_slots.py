@@ -31,6 +31,10 @@ CASES = {
     },
     "all that are past": {"s_q": 1, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4},
     "a ring of entries": {"s_q": 1, "window": 9, "of_window": RING, "compressed": Pool(5), "ratio": 2},
+    "counted through all sequences": {
+        "s_q": 2, "window": 9, "of_window": Pool(11, stride=11), "compressed": Pool(30, stride=33), "ratio": 4,
+        "topk": 7, "first": (35, -2, 1, 18),
+    },
     "new tokens of different numbers": {
         "s_q": 3, "window": 9, "of_window": RING, "compressed": PAGED, "ratio": 4, "topk": 6, "first": (34, 0, 2, -5),
     },
@@ -59,6 +63,16 @@ FAULTS = {  # a case, numbers of the launch that are changed, and what is wrong 
     "all indices count": ("some of them", {"has_length": lambda _: 0}, "lengths of entries"),
     "entries of fewer tokens": ("all that are past", {"ratio": lambda n: n + 1}, "slots of entries"),
     "a ring that has not run over": ("a ring of entries", {"ratio": lambda n: 4 * n}, "slots of entries"),
+    "slots of the sequence before": (
+        "counted through all sequences",
+        {"window_stride": lambda n: n - 1},
+        "slots of the window",
+    ),
+    "entries of another sequence": (
+        "counted through all sequences",
+        {"stride": lambda _: 0},
+        "slots of entries",
+    ),
     "where the new tokens begin": (
         "new tokens of different numbers",
         {"has_position": lambda _: 0},

@@ -89,14 +89,14 @@ def test_index_query_by_a_kernel(dtype, shape):
     rng, how = np.random.default_rng(0), Rope(64, 160000, 16, 4096)
     x = jnp.asarray(3 * rng.standard_normal(shape) * (rng.integers(0, 9, shape[:3]) > 0)[..., None], dtype)
     at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)
-    run = jax.jit(lambda x: index_query(x, at, how)).lower(x).compile()
+    run = jax.jit(lambda x: index_query(x, how.table(at))).lower(x).compile()
     assert run.as_text().count("dsv4_fmha_index_query") == 1
     rows = np.asarray(jax.jit(lambda x: rope_hadamard(x, at, how))(x), np.float32)
     wanted = np.maximum(np.abs(rows).max(-1), np.float32(1e-4)) * np.float32(1 / 448)
     codes, scales = (np.asarray(y) for y in run(x))
     np.testing.assert_array_equal(scales, wanted)
     np.testing.assert_array_equal(codes, np.clip(rows / wanted[..., None], -448, 448).astype(codes.dtype))
-    assert not jax.grad(lambda x: jnp.sum(index_query(x, at, how)[1]))(x).any()
+    assert not jax.grad(lambda x: jnp.sum(index_query(x, how.table(at))[1]))(x).any()
 
 
 @pytest.mark.parametrize("how", [Rope(8), Rope(8, 160000, 16, 64), Rope(8, 160000, 16, 4)])

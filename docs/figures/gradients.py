@@ -6,6 +6,7 @@ from typing import Any
 from .records import (
     GRAD,
     NOTED,
+    SAME_BITS,
     SMS,
     bullets,
     launched,
@@ -15,6 +16,7 @@ from .records import (
     percent,
     rate,
     row_of,
+    seconds,
     share,
     suite,
     table,
@@ -30,10 +32,13 @@ def _deterministic(name: str) -> str:
     """How many times as long the gradient with the same bits on every run takes."""
     if name in NOTED["deterministic"]["always"]:
         return "the same"
-    if name not in NOTED["deterministic"]["ms"]:
-        return "–"
-    default, same_bits = NOTED["deterministic"]["ms"][name]
+    default, same_bits = NOTED["deterministic"]["ms"].get(name) or pair_of(row_of(SAME_BITS, f"gradient of {name}"))
     return f"{same_bits / default:.2f}"
+
+
+def pair_of(row: dict[str, Any]) -> tuple[float, float]:
+    """Of a row in which both took turns."""
+    return ours(row), seconds(row, "deterministic")
 
 
 def gradients(dims: tuple[int, ...], peer: str, beside: Callable[[dict[str, Any]], str]) -> str:

@@ -1,5 +1,6 @@
 """The indexer, and whole layers."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from .peers import beside
@@ -14,6 +15,7 @@ from .records import (
     PROFILES,
     PROMPTS,
     STEPS,
+    TODAY,
     bullets,
     launched,
     micro,
@@ -74,16 +76,20 @@ def indexer_bound() -> str:
 
 
 def layer() -> str:
-    """A row for each kind of layer, and what each of its parts takes."""
+    """A row for each kind of layer, and what each of its parts takes; then a later run on another card."""
     parts = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
-    rows = []
+    later, rows = {row["name"]: row for row in suite(TODAY, "layer")}, []
     for row in suite(LAYER, "layer") + [row for row in suite(STEPS, "layer") if row["name"].startswith("layer")]:
         times = row["times"]["ours"]["parts"]
         rest = 1 - (times["products"] + times["attention"]) / sum(times.values())
         each = (micro(times[part]) if part in times else "" for part in parts)
         launches = str(row["times"]["ours"]["launches"])
-        rows.append([row["name"].removeprefix("layer "), micro(ours(row)), launches, *each, f"{100 * rest:.1f} %"])
-    return table(" | ".join(["layer", "all", "launches", *parts, "rest"]), rows)
+        again = later[row["name"]]
+        now = [micro(ours(again)), str(again["times"]["ours"]["launches"])]
+        rows.append(
+            [row["name"].removeprefix("layer "), micro(ours(row)), launches, *each, f"{100 * rest:.1f} %", *now]
+        )
+    return table(" | ".join(["layer", "all", "launches", *parts, "rest", f"{_card(TODAY)} now", "launches"]), rows)
 
 
 def layer_steps() -> str:
@@ -107,30 +113,37 @@ def few_rows_product() -> str:
         cells += [micro(row["bytes"] / row["copy_bytes_per_s"]), micro(ours(row)), of_peer(row, "xla")]
     sizes = sorted({row["case"]["b"] for row in suite(PRODUCTS, "product")})
     columns = [f"b {b}: least at C, µs | ours, µs | XLA / ours" for b in sizes]
-    about = f"""On one {_card()}. XLA's figure has our kernel for norm and RoPE, or RoPE back, beside it, which ours does
+    about = f"""On one {_card(PRODUCTS)}. XLA's figure has our kernel for norm and RoPE, or RoPE back, beside it, which ours does
     itself:"""
     return wrapped(about) + "\n\n" + table(" | ".join(["product", "MB", *columns]), ([k, *x] for k, x in found.items()))
 
 
 def products_in_steps() -> str:
-    """What these kernels changed in a step."""
-    rows = PRODUCTS["steps"]
-    shares = {
-        cache: " / ".join(
-            f"{x['ours'] / x['before']:.2f}"
-            for x in (row["in a graph, us a layer"] for row in rows if row["cache"] == cache)
-        )
-        for cache in ("bfloat16", "float8_e4m3fn")
-    }
-    launches = " / ".join(str(row["launches"]) for row in rows if row["cache"] == "bfloat16")
-    said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). Now a step of 64
-    sequences has {launches} launches, and in a graph with `STEP_OPTIONS` it takes {shares["bfloat16"]} of the time with XLA's
-    products, in FP8 {shares["float8_e4m3fn"]}, on an {_card()}."""
+    """What these kernels changed in a step, and the fewer launches after that."""
+    rows, fewer = PRODUCTS["steps"], PRODUCTS["fewer_launches"]
+    first = _of_kinds(x["in a graph, us a layer"] for x in rows)
+    then = _of_kinds({name: row[name]["in a graph, us a layer"] for name in ("ours", "before")} for row in fewer)
+    alone = _of_kinds({name: row[name]["one by one, us"] for name in ("ours", "before")} for row in fewer)
+    shared = _of_kinds(row["in a graph, us a layer"] for row in PRODUCTS["shared_memory"])
+    launches = [" / ".join(str(row["ours"]["launches"]) for row in half) for half in (fewer[:3], fewer[3:])]
+    before = " / ".join(str(row["launches"]) for row in rows[:3])
+    said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). With these a step of 64
+    sequences had {before} launches, and in a graph with `STEP_OPTIONS` it took {first[0]} of the time with XLA's
+    products, in FP8 {first[1]}, on an {_card(PRODUCTS)}. Now that norms and index queries are parts of products, it has
+    {launches[0]} launches, in FP8 {launches[1]}. Kernels one by one take {alone[0]} of the time before, in FP8 {alone[1]};
+    in a graph {then[0]}, in FP8 {then[1]}. Since all kernels ask for the same share of an SM's shared memory, so that they run
+    beside one another, a graph takes {shared[0]} of that, in FP8 {shared[1]}."""
     return wrapped(said)
 
 
-def _card() -> str:
-    return str(PRODUCTS["devices"][0]["name"]).split()[1]
+def _of_kinds(times: Iterable[dict[str, float]]) -> list[str]:
+    """The share that is left of each kind of layer's time, in 16 bits and in FP8."""
+    shares = [f"{x['ours'] / x['before']:.2f}" for x in times]
+    return [" / ".join(half) for half in (shares[:3], shares[3:])]
+
+
+def _card(record: dict[str, Any]) -> str:
+    return str(record["devices"][0]["name"]).split()[1]
 
 
 def layer_stack() -> str:
@@ -141,7 +154,17 @@ def layer_stack() -> str:
             kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
             launches = str(row["times"]["ours"]["launches"])
             rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
-    return table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+    return (
+        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _now()
+    )
+
+
+def _now() -> str:
+    """The same by a later run, on another card."""
+    found = row_of(TODAY, "43 layers, step after 16384, b64")["times"]
+    kernels, graph, at_once = (found[name]["seconds"] * 1e3 for name in ("ours", "graph", "at once"))
+    return wrapped(f"""Now, on an {_card(TODAY)}, whose memory is slower, the 43 layers have {found["ours"]["launches"]} launches and take {kernels:.2f} ms kernel
+    by kernel, {graph:.2f} in a graph, {at_once:.2f} with `STEP_OPTIONS`.""")
 
 
 def long_prompts() -> str:
@@ -169,6 +192,7 @@ def devices() -> str:
             work = f"step, b {case['b']}, {case['tokens'] >> 10} Ki tokens, {kind}, the cache shared out"
         else:
             work = f"{'gradient and ' * case['has_gradient']}prompt of {case['tokens'] >> 10} Ki, {kind}"
+            work += ", zigzag" * case["is_zigzag"]
         rows.append([work, *(f"{x * 1e3:.2f}" for x in times), f"{times[0] / times[1]:.2f}"])
     found = DEVICES["devices"]
     where = f"{len(found)} × {found[0]['name']}, {DEVICES['date'][:10]}, jax {DEVICES['versions']['jax']}:"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from .gradients import pair_of
 from .peers import steps_beside_flashmla
 from .records import (
     DECODE,
@@ -15,7 +16,9 @@ from .records import (
     PEERS,
     PROMPT,
     PROMPTS,
+    SAME_BITS,
     STEPS,
+    TODAY,
     micro,
     of_peer,
     ours,
@@ -23,6 +26,7 @@ from .records import (
     rate,
     row_of,
     share,
+    suite,
     table,
     wrapped,
 )
@@ -30,9 +34,7 @@ from .records import (
 
 def limits() -> str:
     """What performance.md says of pages that have tables of their own."""
-    ratios = [
-        same_bits / default for default, same_bits in NOTED["deterministic"]["ms"].values() if same_bits > 2 * default
-    ]
+    ratios = [same_bits / default for default, same_bits in map(pair_of, suite(SAME_BITS, "grad"))]
     rows = {row["sharded"]: NOTED["scaling"]["one device, ms"] / row["auto_ms"] for row in NOTED["scaling"]["rows"]}
     host = NOTED["host"]
     return wrapped(f"""`deterministic=True` takes {min(ratios):.1f} to {max(ratios):.1f} times as long at d 512. [Four GPUs of a host](kernels/scaling.md): batch over four is {rows["batch over four"]:.1f} times as fast as
@@ -47,9 +49,11 @@ def machine() -> str:
         "forward": FORWARD,
         "steps": DECODE,
         "gradients": GRAD,
+        "gradients with the same bits": SAME_BITS,
         "indexer": INDEXER,
         "layers": LAYER,
         "layers' steps": STEPS,
+        "layers and steps now": TODAY,
         "long prompts": PROMPTS,
     }
     for name, data in runs.items():

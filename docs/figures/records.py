@@ -14,7 +14,7 @@ def load(name: str) -> Any:
     return json.loads((DOCS / f"{name}.json").read_text())
 
 
-FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
+FORWARD, DECODE, GRAD, SAME_BITS = map(load, ("h200", "h200_decode", "h200_grad", "h100_grad"))
 
 
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
@@ -23,7 +23,7 @@ INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_pe
 PROMPTS, MODEL, PRODUCTS, DEVICES = map(load, ("h200_prompt", "h200_model", "h100_products", "h100_devices"))
 
 
-STEPS, WITNESSED, FORMS = map(load, ("h200_steps", "witnesses", "blackwell_forms"))
+STEPS, TODAY, WITNESSED, FORMS = map(load, ("h200_steps", "h100_layer", "witnesses", "blackwell_forms"))
 
 
 ORDERS, CLOCKS = map(load, ("orders", "clocks"))

@@ -16,7 +16,10 @@ from .launch import Edit, Kernel, machine
 from .verdict import Wrong
 
 EPS = 0.25  # large enough to matter
-HEAD, DIMS = 512, 64
+SCALE = 0.375  # of an indexer's weights
+HEAD, DIMS, INDEX_D = 512, 64, 128
+SQUARED = 128  # numbers whose squares have a sum
+COLUMN = 5  # of given weights, the first one that counts
 
 
 @dataclass(frozen=True)
@@ -25,18 +28,22 @@ class Problem:
     x: Array  # [rows, groups, k]
     w: Array  # [groups, k, n]
     angle: Array  # float32 [rows, DIMS / 2]
+    low_columns: int = 0  # the first columns of y, which are a low-rank query
+    left: bool = False  # whether x is left to be normed
 
     @staticmethod
-    def of(variant: FewRowsProduct, rows: int, k: int, n: int, groups: int = 1) -> Problem:
+    def of(variant: FewRowsProduct, rows: int, k: int, n: int, groups: int = 1, **how: Any) -> Problem:
         rng = np.random.default_rng(0)
         x, w = (rng.standard_normal(shape).astype(variant.dtype) for shape in ((rows, groups, k), (groups, k, n)))
-        return Problem(variant, x, w, rng.uniform(-9, 9, (rows, DIMS // 2)).astype(np.float32))
+        return Problem(variant, x, w, rng.uniform(-9, 9, (rows, DIMS // 2)).astype(np.float32), **how)
 
     @staticmethod
     def typical(variant: FewRowsProduct, rows: int, groups: int = 1) -> Problem:
         """k and n that fill no tile; heads are whole, and have no groups where columns are heads."""
         if variant.norms:
             return Problem.of(variant, rows, 136, 2 * HEAD)
+        if variant.indexes:
+            return Problem.of(variant, rows, 2 * SQUARED, 2 * INDEX_D, left=True)
         return Problem.of(variant, rows, 2 * HEAD if variant.turns_back else 64 * (variant.parts + 1) + 8, 200, groups)
 
     @property
@@ -45,27 +52,90 @@ class Problem:
 
     @property
     def result(self) -> str:
-        return "float32" if self.variant.to_float32 else self.variant.dtype
+        return "float32" if self.variant.to_float32 else "float8_e4m3fn" if self.variant.to_fp8 else self.variant.dtype
 
-    def wanted(self) -> Array:
-        """float64 [rows, groups, n]"""
+    @property
+    def gain(self) -> Array:
+        """float32 [low_columns], from 0.5 to 2."""
+        return np.geomspace(0.5, 2, self.low_columns, dtype=np.float32)
+
+    @property
+    def norm(self) -> Array:
+        """The numbers whose squares x is left to be normed by, float32 [rows, tiles, SQUARED]; no tiles where x is as
+        it should be. They are of another size in each row.
+        """
+        numbers = self.x.astype(np.float32)
+        if not self.left:
+            return np.zeros((len(numbers), 0, SQUARED), np.float32)
+        return (numbers * (1 + np.abs(numbers[:, :, :1]))).reshape(len(numbers), -1, SQUARED)
+
+    @property
+    def squares(self) -> Array:
+        """float32 [rows, tiles]"""
+        return np.square(self.norm).sum(-1)
+
+    @property
+    def given(self) -> Array:
+        """float32 [rows, columns], with the weights of an indexer's query"""
+        return self.x[:, 0, : COLUMN + self.w.shape[2] // INDEX_D + 2].astype(np.float32)
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The results, by name: shape and dtype."""
+        (rows, groups, _), n = self.x.shape, self.w.shape[2]
+        found: dict[str, tuple[tuple[int, ...], str]] = {"y": ((rows, groups, n), self.result)}
+        if self.low_columns:
+            found["low"] = (rows, self.low_columns), self.variant.dtype
+            found["squares"] = (rows, self.low_columns // SQUARED), "float32"
+        if self.variant.indexes:
+            found["weights"] = (rows, n // INDEX_D), "float32"
+        return found
+
+    def product(self) -> Array:
+        """float64 [rows, groups, n], with x normed if that is left to do."""
         x = self.x.astype(np.float64)
         if self.variant.turns_back:
-            x = self.turned(x, -1).astype(self.variant.dtype).astype(np.float64)
+            x = self.rounded(self.turned(x, -1, HEAD))
         y: Array = np.einsum("rgk,gkn->rgn", x, self.w.astype(np.float64))
-        if not self.variant.norms:
-            return y
-        heads = y.reshape(len(y), -1, HEAD)
-        heads = heads / np.sqrt(np.mean(heads * heads, -1, keepdims=True) + EPS)
-        return self.turned(heads, 1).reshape(y.shape)
+        if self.left:
+            mean = self.squares.astype(np.float64).sum(-1) / self.x.shape[2]
+            y = y / np.sqrt(mean + EPS)[:, None, None]
+        return y
 
-    def turned(self, x: Array, direction: int) -> Array:
-        """x, whose rows are heads, with the last numbers of each head turned."""
-        heads = x.reshape(len(x), -1, HEAD).copy()
+    def wanted(self) -> dict[str, Array]:
+        """float64, but for the rounding of an indexer's query after each step"""
+        y = self.product()
+        found = {"y": y}
+        if self.low_columns:
+            low = y[:, 0, : self.low_columns]
+            found |= {"low": low * self.gain, "squares": np.square(low).reshape(len(y), -1, SQUARED).sum(-1)}
+        if self.variant.norms:
+            heads = y.reshape(len(y), -1, HEAD)
+            heads = heads / np.sqrt(np.mean(heads * heads, -1, keepdims=True) + EPS)
+            found["y"] = self.turned(heads, 1, HEAD).reshape(y.shape)
+        if self.variant.indexes:
+            heads = self.rounded(self.turned(self.rounded(y), 1, INDEX_D)).reshape(len(y), -1, INDEX_D)
+            found["y"] = (heads @ sylvester(INDEX_D)).reshape(y.shape)
+            found["weights"] = SCALE * self.given[:, COLUMN : COLUMN + y.shape[2] // INDEX_D].astype(np.float64)
+        return found
+
+    def rounded(self, x: Array) -> Array:
+        return x.astype(np.float32).astype(self.variant.dtype).astype(np.float64)
+
+    def turned(self, x: Array, direction: int, d: int) -> Array:
+        """x, whose rows are heads of d, with the last numbers of each head turned."""
+        heads = x.reshape(len(x), -1, d).copy()
         pairs = heads[..., -DIMS::2] + 1j * heads[..., -DIMS + 1 :: 2]
         pairs = pairs * np.exp(1j * direction * self.angle[:, None].astype(np.float64))
         heads[..., -DIMS::2], heads[..., -DIMS + 1 :: 2] = pairs.real, pairs.imag
         return heads.reshape(x.shape)
+
+
+def sylvester(d: int) -> Array:
+    """The Hadamard matrix over √d."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < d:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(d)
 
 
 def launched(
@@ -78,34 +148,57 @@ def launched(
     """The launch, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(x.variant), new_memory()
     rows, groups, k = x.x.shape
-    n, dtype = x.w.shape[2], np.dtype(x.result)
-    addresses = {name: memory.add(name, getattr(x, name)) for name in ("x", "w", "table")}
-    addresses["y"] = memory.add("y", None, rows * groups * n * dtype.itemsize)
-    shape = {"rows": rows, "groups": groups, "k": k, "n": n, "type": native.TYPES[x.variant.dtype]}
-    sizes = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
-    shape |= {"makes_heads": x.variant.norms, "takes_heads": x.variant.turns_back}
-    plan = native.plan_few_rows_product(shape, EPS, **sizes, addresses=addresses)
+    names = ["x", "w", "table", *["gain"] * bool(x.low_columns), *["given"] * x.variant.indexes]
+    addresses = {name: memory.add(name, getattr(x, name)) for name in [*names, *["squares"] * x.left]}
+    for name, (shape, dtype) in x.shapes().items():
+        addresses[name] = memory.add(name, None, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    sizes = {"rows": rows, "groups": groups, "k": k, "n": x.w.shape[2], "type": native.TYPES[x.variant.dtype]}
+    sizes |= {"makes_heads": x.variant.norms, "takes_heads": x.variant.turns_back, "indexes": x.variant.indexes}
+    sizes |= {"low_columns": x.low_columns, "square_tiles": x.low_columns // SQUARED or x.squares.shape[1]}
+    if x.variant.indexes:
+        sizes |= {"columns": x.given.shape[1], "column": COLUMN}
+    tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
+    plan = native.plan_few_rows_product(sizes, EPS, SCALE, **tiles, addresses=addresses)
     return machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
 
 
-def run(x: Problem, **how: Any) -> Array:
-    """The kernel's result, [rows, groups, n]; how: as in `launched`."""
-    of_launch = launched(x, **how)
+def results(x: Problem, **how: Any) -> dict[str, Array]:
+    """The kernel's results, by name; how: as in `launched`."""
+    of_launch, found = launched(x, **how), {}
     of_launch.run()
-    found = of_launch.memory.named("y")
-    return found.bytes[: found.size].view(x.result).reshape(*x.x.shape[:2], x.w.shape[2])
+    for name, (shape, dtype) in x.shapes().items():
+        array = of_launch.memory.named(name)
+        found[name] = array.bytes[: array.size].view(dtype).reshape(shape)
+    return found
 
 
-def judge(x: Problem, got: Array) -> None:
-    """Raises Wrong unless every number is right, within the rounding of sums and of the result."""
-    want = x.wanted()
-    size = np.sqrt(np.mean(want * want, -1, keepdims=True))
-    rounding = 2**-8 if x.result == "bfloat16" else 2**-10 if x.result == "float16" else 2**-20
-    wrong = ~(np.abs(got.astype(np.float64) - want) <= rounding * np.maximum(np.abs(want), size))
-    if wrong.any():
-        row, group, i = (int(a) for a in np.argwhere(wrong)[0])
-        raise Wrong(
-            f"{int(wrong.sum())} of {wrong.size} numbers are wrong, in {int(wrong.any((1, 2)).sum())} rows, first"
-            f" number {i} of row {row}, group {group}: {float(got[row, group, i]):.6g}, wanted"
-            f" {want[row, group, i]:.6g}"
-        )
+def run(x: Problem, **how: Any) -> Array:
+    """y [rows, groups, n]"""
+    return results(x, **how)["y"]
+
+
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-20, "float8_e4m3fn": 2**-4}
+
+
+def judge(x: Problem, got: dict[str, Array]) -> None:
+    """Raises Wrong unless every number is right, within the rounding of sums and of the results."""
+    wanted = x.wanted()
+    found = {name: array.astype(np.float64) for name, array in got.items()}
+    if x.variant.to_fp8:  # a row's scale is in its weight
+        rows = found["y"].reshape(*found["weights"].shape, INDEX_D)
+        scale = (found["weights"] / wanted["weights"])[..., None]
+        found["y"], found["weights"] = (rows * scale).reshape(found["y"].shape), wanted["weights"]
+        if not (np.abs(rows).max(-1) == 448).all():
+            raise Wrong("a row's greatest code is not the greatest of e4m3")
+    for name, want in wanted.items():
+        size = np.sqrt(np.mean(want * want, -1, keepdims=True))
+        rounding = ROUNDING[x.shapes()[name][1]]
+        wrong = ~(np.abs(found[name] - want) <= rounding * np.maximum(np.abs(want), size))
+        if wrong.any():
+            place = tuple(int(a) for a in np.argwhere(wrong)[0])
+            where = f"number {place[-1]} of row {place[0]}" + f", group {place[1]}" * (len(place) > 2)
+            raise Wrong(
+                f"{int(wrong.sum())} of {wrong.size} numbers are wrong" + f" of {name}" * (name != "y") + ", in"
+                f" {len(np.unique(np.argwhere(wrong)[:, 0]))} rows, first {where}: {float(found[name][place]):.6g},"
+                f" wanted {want[place]:.6g}"
+            )

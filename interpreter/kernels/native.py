@@ -404,17 +404,22 @@ def plan_index_query(shape: dict[str, int], *, tile_m: int, addresses: dict[str,
 def plan_few_rows_product(
     shape: dict[str, int],
     eps: float,
+    scale: float = 1.0,
     *,
     tile_m: int,
     tile_n: int,
     cluster: int,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What a product of few rows is launched with; ValueError where the library refuses it."""
+    """What a product of few rows is launched with; what the shape does not say is 0. ValueError where the library
+    refuses it.
+    """
+    sizes = dict.fromkeys((name for name, _ in members_of(structure("FewRowsProductShape"))), 0)
     return planned(
         "few_rows_product",
-        ctypes.byref(filled("FewRowsProductShape", **shape)),
+        ctypes.byref(filled("FewRowsProductShape", **(sizes | shape))),
         ctypes.c_float(eps),
+        ctypes.c_float(scale),
         _tiles(tile_m, tile_n, 1, cluster),
         addressed("few_rows_product", addresses),
     )

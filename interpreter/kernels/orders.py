@@ -1,5 +1,5 @@
-"""Every order of the launches of attention, of its gradients, of a step's products, of an indexer's scores and of its
-teacher: `interpreter/orders` says what that is.
+"""Every order of the launches of attention, to few queries too, of its gradients, of a step's products, of an indexer's
+scores and of its teacher: `interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100f                those whose keys have all of these words
@@ -19,16 +19,17 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import FewRowsProduct, Forward, MhaBackward, MlaBackward, Probabilities
+from kernels.abi import FewRowsProduct, Forward, MhaBackward, MlaBackward, Probabilities, RowColumns, RowScores
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
-from . import few_rows_product, gradients, mha_backward, native
+from . import by_columns, few_rows_product, gradients, mha_backward, native
 from .launch import Kernel
 from .prepared import Interpreted, OfIndexer, Prepared, is_typical
 
 CASES = ("tiles", "turns")
+SCORES = "mla_sparse_fwd_by_columns_sm_90a_d512_bfloat16"
 DENSE_SHAPE = {"b": 1, "s_q": 50, "s_kv": 150, "h_q": 8, "h_kv": 2, "width": 1 << 30}
 
 
@@ -47,6 +48,15 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
         x = few_rows_product.Problem.typical(variant, 70)
         yield "rows", lambda seed: few_rows_product.launched(x, seed=seed)
         return
+    if isinstance(variant, RowScores | RowColumns):
+        first = native.variant_of(SCORES) if isinstance(variant, RowColumns) else variant
+        of_scores, few = Kernel.of(first), by_columns.typical(first)
+        if isinstance(variant, RowScores):
+            yield "keys", lambda seed: by_columns.score(of_scores, few, seed=seed)
+            return
+        (scored := by_columns.score(of_scores, few)).run()
+        yield "columns", lambda seed: by_columns.add_columns(kernel, few, scored, seed=seed)
+        return
     dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")
     given, scale = gradients.operands(dense, **DENSE_SHAPE), variant.d**-0.5
     before: dict[str, Kernel[Any]] = {"tile_spans": Kernel.of(native.variant_of(f"tile_spans_{variant.arch}"))}
@@ -60,7 +70,8 @@ def keys(words: Sequence[str]) -> list[str]:
     """Of typical kernels, without Hopper's probabilities, whose consumers rely on more than this argument knows
     (docs/verification.md); indexers' last.
     """
-    families = Forward | MlaBackward | MhaBackward | Probabilities | FewRowsProduct | OfIndexer
+    of_attention = Forward | RowScores | RowColumns | MlaBackward | MhaBackward
+    families = of_attention | Probabilities | FewRowsProduct | OfIndexer
     typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
     shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
     return [

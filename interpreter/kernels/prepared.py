@@ -15,6 +15,8 @@ from kernels.abi import (
     MhaBackward,
     MlaBackward,
     Probabilities,
+    RowColumns,
+    RowScores,
 )
 
 from ..machine.state import Machine
@@ -27,7 +29,7 @@ Interpreted = Forward | MlaBackward | OfIndexer | Probabilities
 Judge = Callable[[Machine], None]
 
 
-def is_typical(v: Interpreted | MhaBackward | FewRowsProduct) -> bool:
+def is_typical(v: Interpreted | RowScores | RowColumns | MhaBackward | FewRowsProduct) -> bool:
     """Whether it stands for those that differ from it in numbers alone: of 16 bits bfloat16, of an indexer 64 heads."""
     return v.dtype != "float16" and (not isinstance(v, OfIndexer) or v.heads == 64)
 

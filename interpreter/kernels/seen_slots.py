@@ -23,13 +23,15 @@ class Pool(NamedTuple):
     page: int = 0
     pages: int = 0
     table: tuple[tuple[int, ...], ...] = ()
+    stride: int = 0
+    """slots from one sequence to the next, without a table"""
 
     def slot(self, n: int, entry: int) -> int:
         """-1 for an entry that does not exist."""
         if not 0 <= entry < self.room:
             return -1
         if not self.page:
-            return entry
+            return entry + n * self.stride
         page = self.table[n][entry // self.page]
         return page * self.page + entry % self.page if 0 <= page < self.pages else -1
 
@@ -37,7 +39,8 @@ class Pool(NamedTuple):
         return np.asarray(self.table, np.int32).reshape(b, -1)
 
     def shape(self, b: int) -> dict[str, int]:
-        return {"width": self.array(b).shape[1], "room": self.room, "page": self.page, "pages": self.pages}
+        of_pages = {"width": self.array(b).shape[1], "room": self.room, "page": self.page, "pages": self.pages}
+        return of_pages | {"stride": self.stride}
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,9 @@ class DecodeRow(AttentionRow):
         sources = seen_slots(
             self.s_q, window_cache, compressed_cache, lengths, indices, None, self.ratio, self.window, with_kernel=False
         )
-        keys = jnp.concatenate([_gather(x) for x in sources], 2)
-        there = [(x.indices >= 0) & (jnp.arange(x.indices.shape[2]) < x.length[..., None]) for x in sources]
+        parts = [x for source in sources for x in source.parts()]
+        keys = jnp.concatenate([_gather(x) for x in parts], 2)
+        there = [(x.indices >= 0) & (jnp.arange(x.indices.shape[2]) < x.length[..., None]) for x in parts]
         seen = jnp.concatenate(there, 2)
         s = jnp.einsum("bshd,bsnd->bshn", q, keys, preferred_element_type=jnp.float32) * self.d**-0.5
         s = jnp.concatenate(

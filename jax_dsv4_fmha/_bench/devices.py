@@ -1,7 +1,7 @@
 """The suite devices: one long sequence over several GPUs, beside one GPU.
 
 A sequence's tokens are shared out over the devices, in a prompt and in a gradient of a layer of DeepSeek-V4-Flash; or
-its cache is, in a step of generation. Times are the host's, of many calls in a row, one device and all of them in turn.
+its cache is, in a step of generation. Times are the host's, of many calls in a row.
 """
 
 import functools
@@ -19,13 +19,14 @@ from jax.sharding import PartitionSpec as P
 
 from .._cli.report import table as as_table
 from .._definitions.cache import Cache
+from ..layers import zigzag
 from .layer import FLASH, LayerRow
 from .measure import Contestant, Operands, Times
 from .row import Row, Suite
 from .tables import spread
 
 _ROUNDS = 5
-_BURST_SECONDS = 0.4
+_SETTLING_SECONDS, _BURST_SECONDS = 1.0, 0.4
 _AXIS = "ring"
 
 
@@ -54,7 +55,7 @@ class DevicesRow(Row):
         """Of one device, and "ours"."""
         if jax.device_count() < self.devices:
             return {}
-        return _in_turn(self.programs())
+        return {name: _clocked(run) for name, run in self.programs().items()}
 
     @property
     def mesh(self) -> Mesh:
@@ -72,6 +73,8 @@ class SequenceRow(DevicesRow):
     tokens: int
     ratio: int
     has_gradient: bool = False
+    is_zigzag: bool = False
+    """whether the devices share the tokens in zigzag order"""
 
     @property
     def of_one(self) -> LayerRow:
@@ -80,7 +83,7 @@ class SequenceRow(DevicesRow):
 
     @property
     def name(self) -> str:
-        return f"{self.of_one.name} over {self.devices} devices"
+        return f"{self.of_one.name} over {self.devices} devices" + ", zigzag" * self.is_zigzag
 
     @property
     def case(self) -> dict[str, Any]:
@@ -97,17 +100,22 @@ class SequenceRow(DevicesRow):
     def programs(self) -> dict[str, Callable[[], Any]]:
         layer, mesh = self.of_one.layer, self.mesh
 
-        def ours(params: Any, x: jax.Array, dy: jax.Array) -> Any:
-            y, vjp = jax.vjp(lambda params, x: layer(params, x).y, params, x)
+        def ours(params: Any, x: jax.Array, dy: jax.Array, order: int | None = None) -> Any:
+            y, vjp = jax.vjp(lambda params, x: layer(params, x, zigzag=order).y, params, x)
             return vjp(dy) if self.has_gradient else y
 
         drawn = self.of_one.inputs(1)[0]
-        operands = drawn["params"], drawn["x"], drawn["dy"]
-        specs = P(), P(None, _AXIS), P(None, _AXIS)
-        shared_out = tuple(
-            jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)
+        operands, order = (drawn["params"], drawn["x"], drawn["dy"]), self.devices if self.is_zigzag else None
+        params, *rows = operands
+        rows = [zigzag(x, order) for x in rows] if order else rows
+        shared_out = (
+            jax.device_put(params, NamedSharding(mesh, P())),
+            *(jax.device_put(x, NamedSharding(mesh, P(None, _AXIS))) for x in rows),
         )
-        return {"one": _compiled(ours, operands), "ours": _compiled(ours, shared_out)}
+        return {
+            "one": _compiled(ours, operands),
+            "ours": _compiled(functools.partial(ours, order=order), shared_out),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,23 +193,25 @@ def _compiled(f: Callable[..., Any], operands: Sequence[Any]) -> Callable[[], An
     return functools.partial(jax.jit(f).lower(*operands).compile(), *operands)
 
 
-def _in_turn(programs: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
-    """The time of a call of each program: many calls in a row, and one program after the other in every round."""
-    calls: dict[str, int] = {}
-    rounds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(1 + _ROUNDS):
-        for name, run in programs.items():
-            n, last = calls.get(name, 1), None
-            began = time.monotonic()
-            for _ in range(n):
-                last = run()
-            jax.block_until_ready(last)
-            rounds[name].append((time.monotonic() - began) / n)
-            calls[name] = max(1, min(200, int(_BURST_SECONDS / rounds[name][-1])))
-    return {
-        name: {"seconds": statistics.median(times[1:]), "rounds": times[1:], "kernels": {}}
-        for name, times in rounds.items()
-    }
+def _clocked(run: Callable[[], Any]) -> Times:
+    """The time of a call, many in a row.
+
+    GPUs that rested run faster until they reach the limit of their power, and then each at a clock of its own. So a
+    program is timed after a second of itself, as it runs in a long job.
+    """
+
+    def seconds(calls: int) -> float:
+        began, last = time.monotonic(), None
+        for _ in range(calls):
+            last = run()
+        jax.block_until_ready(last)
+        return (time.monotonic() - began) / calls
+
+    seconds(1)
+    calls = [max(1, min(1000, int(wanted / seconds(2)))) for wanted in (_SETTLING_SECONDS, _BURST_SECONDS)]
+    seconds(calls[0])
+    rounds = [seconds(calls[1]) for _ in range(_ROUNDS)]
+    return {"seconds": statistics.median(rounds), "rounds": rounds, "kernels": {}}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -219,16 +229,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _RATIOS: Any = FLASH["compress_ratios"]
+_ORDERS = tuple((ratio, zz) for ratio in _RATIOS for zz in (False, True)[: 1 + (ratio > 0)])
+"""The kinds of layers, those whose work grows along the sequence in both orders of its tokens"""
 SUITE = Suite(
     "devices",
     "#4f6f8f",
     (
-        *(
-            SequenceRow(tokens=65536, ratio=ratio, has_gradient=has_gradient)
-            for has_gradient in (False, True)
-            for ratio in _RATIOS
-        ),
+        *(SequenceRow(tokens=65536, ratio=ratio, is_zigzag=zz) for ratio, zz in _ORDERS),
         LongCacheRow(b=8, tokens=2**20),
+        *(SequenceRow(tokens=65536, ratio=ratio, is_zigzag=zz, has_gradient=True) for ratio, zz in _ORDERS),
     ),
     table,
 )

@@ -148,7 +148,8 @@ def _step(package: Any, row: DecodeRow, operands: Operands) -> Call:
     sources = seen_slots(
         row.s_q, *caches, operands["lengths"], operands["indices"], None, row.ratio, row.window, with_kernel=False
     )
-    slots = [jnp.where(jnp.arange(x.indices.shape[2]) < x.length[..., None], x.indices, -1) for x in sources]
+    parts = [x for source in sources for x in source.parts()]
+    slots = [jnp.where(jnp.arange(x.indices.shape[2]) < x.length[..., None], x.indices, -1) for x in parts]
     (near, near_slots), (far, far_slots) = (
         (_pages(to_torch(cache.entries), row.page), to_torch(x)) for cache, x in zip(caches, slots, strict=True)
     )

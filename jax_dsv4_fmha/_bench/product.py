@@ -1,7 +1,7 @@
 """The suite product: the products of a step in DeepSeek-V4-Flash's layers, beside XLA's.
 
-XLA's are what a layer takes where no kernel does: its product, with our kernel for the norm and RoPE of query heads
-after it, or for RoPE back of o before it.
+XLA's are what a layer takes where no kernel does: its product, and the norm of the low-rank query; with our kernel for
+what query heads get after it, or for RoPE back of o before it.
 """
 
 import math
@@ -11,13 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._host.few_rows_product import SQUARED
 from ..layers import DSV4Attention, _few_rows, from_config
 from ..layers._joined import of_x
+from ..layers._norm import rms_norm
+from ..layers.rope import index_query
 from .layer import FLASH
 from .measure import Operands
 from .row import CallRow, Suite
 
-WHAT = ("x, ratio 0", "x, ratio 128", "x, ratio 4", "queries, norm and RoPE", "RoPE back, wo_a", "wo_b")
+WHAT = (
+    *("x, ratio 0", "x, ratio 128", "x, ratio 4"),
+    *("queries, norm and RoPE", "index queries, RoPE and Hadamard", "RoPE back, wo_a", "wo_b"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,7 @@ class ProductRow(CallRow):
 
     @property
     def layer(self) -> DSV4Attention:
-        ratio = int(self.what.split()[-1]) if self.what.startswith("x,") else 0
+        ratio = int(self.what.split()[-1]) if self.what.startswith("x,") else 4 * self.what.startswith("index")
         return next(layer for layer in from_config(FLASH) if layer.ratio == ratio)
 
     @property
@@ -48,6 +54,9 @@ class ProductRow(CallRow):
             return (self.b, 1, layer.hidden), (layer.hidden, sum(of_x(layer).values()))
         if self.what.startswith("queries"):
             return (self.b, 1, layer.q_rank), (layer.q_rank, layer.heads, layer.d)
+        if self.what.startswith("index"):
+            assert layer.indexer is not None
+            return (self.b, 1, layer.q_rank), (layer.q_rank, layer.indexer.heads, layer.indexer.d)
         if self.what.endswith("wo_a"):
             return (self.b, 1, layer.heads, layer.d), (groups, of_group, layer.o_rank)
         return (self.b, 1, groups, layer.o_rank), (groups, layer.o_rank, layer.hidden)
@@ -59,25 +68,38 @@ class ProductRow(CallRow):
     @property
     def bytes(self) -> float:
         y = jax.eval_shape(self.ours, **jax.eval_shape(self.operands, jax.random.key(0)))
-        return 2.0 * sum(map(math.prod, self.shapes)) + y.size * y.dtype.itemsize
+        return 2.0 * sum(map(math.prod, self.shapes)) + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
 
     def operands(self, key: jax.Array) -> Operands:
-        keys = jax.random.split(key, 3)
+        keys = jax.random.split(key, 4)
         x, w = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, self.shapes, strict=False))
         positions = jax.random.randint(keys[2], (self.b, 1), 0, 16384)
-        return {"x": x, "w": w * w.shape[0] ** -0.5, "table": self.layer.rope.table(positions)}
+        numbers = jax.random.uniform(keys[3], (self.b, 1, 64))  # weights of an indexer's heads, or sums of squares
+        return {"x": x, "w": w * w.shape[0] ** -0.5, "table": self.layer.rope.table(positions), "numbers": numbers}
 
-    def ours(self, **operands: jax.Array) -> jax.Array:
+    def ours(self, **operands: jax.Array) -> Any:
         return self._product(True, **operands)
 
-    def peer(self, name: str, **operands: Any) -> jax.Array:
+    def peer(self, name: str, **operands: Any) -> Any:
         return self._product(False, **operands)
 
-    def _product(self, kernel: bool, x: jax.Array, w: jax.Array, table: jax.Array) -> jax.Array:
+    def _product(self, kernel: bool, x: jax.Array, w: jax.Array, table: jax.Array, numbers: jax.Array) -> Any:
+        layer = self.layer
         if self.what.startswith("x,"):
-            return _few_rows.plain_product(x, w, jnp.float32, kernel)
+            gain = jnp.ones(layer.q_rank)
+            if kernel:
+                return _few_rows.product_and_low_rank(x, w, gain)
+            y = _few_rows.plain_product(x, w, jnp.float32, kernel)
+            return y, rms_norm(y[..., : layer.q_rank].astype(x.dtype), gain, layer.eps)
+        squares = numbers[..., : layer.q_rank // SQUARED] if kernel else None
         if self.what.startswith("queries"):
-            return _few_rows.query_heads(x, w, table, self.layer.eps, kernel)
+            return _few_rows.query_heads(_few_rows.LowRank(x, squares), w, table, layer.eps, kernel)
+        if self.what.startswith("index"):
+            if kernel:
+                c, how = _few_rows.LowRank(x, squares), {"column": 0, "scale": 1.0, "eps": layer.eps}
+                return _few_rows.index_query(c, w, table, numbers, True, **how)
+            codes, scales = index_query(jnp.einsum("bsr,rhd->bshd", x, w), table)
+            return codes, numbers * scales
         if self.what.endswith("wo_a"):
             return _few_rows.grouped_product(x, w, table, kernel)
         return _few_rows.summed_product(x, w, kernel)

@@ -82,7 +82,7 @@ class CallRow(Row):
 
     @abstractmethod
     def ours(self, **operands: Any) -> Any:
-        """Our call; the peer "batch_invariant" is it with batch_invariant=True."""
+        """Our call; the peers "batch_invariant" and "deterministic" are it with that argument."""
 
     def peer(self, name: str, **operands: Any) -> Any:
         """A peer's call."""
@@ -95,8 +95,8 @@ class CallRow(Row):
     def function(self, name: str) -> Callable[..., Any]:
         """The function that a contestant runs."""
         row = self.of(name)
-        if name == "batch_invariant":
-            return functools.partial(row.ours, batch_invariant=True)
+        if name in _ARGUMENTS:
+            return functools.partial(row.ours, **{name: True})
         return row.ours if name == "ours" or row != self else functools.partial(self.peer, name)
 
     @property
@@ -111,6 +111,10 @@ class CallRow(Row):
         row = self.of(name)
         sets = inputs if row == self else row.inputs(len(inputs))
         return {name: compiled(name, self.function(name), sets)}
+
+
+_ARGUMENTS = ("batch_invariant", "deterministic")
+"""of our calls, by which they are peers of themselves"""
 
 
 @functools.cache

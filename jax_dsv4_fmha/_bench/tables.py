@@ -7,7 +7,10 @@ from typing import Any
 
 from .._cli.report import table as as_table
 
-PEERS = ("two_pass", "cudnn", "xla", "flashmla", "cudnn_frontend", "contiguous", "v4_fp8", "graph", "batch_invariant")
+PEERS = (
+    *("two_pass", "cudnn", "xla", "flashmla", "cudnn_frontend"),
+    *("contiguous", "v4_fp8", "graph", "batch_invariant", "deterministic"),
+)
 """in the order of a table's columns"""
 
 

@@ -24,11 +24,17 @@ class Pages(NamedTuple):
     """how many are in a page; 0 without a block table, where entries are slots"""
     pages: Any = 0
     """how many the pool has"""
+    stride: Any = 0
+    """without a block table: slots from the first one of a sequence to that of the next; 0 counts those of each"""
 
     def slots(self, block_table: jax.Array | None, entries: jax.Array) -> jax.Array:
         """The slots of these entries `[b or 1, …]` of a sequence; -1 for an entry that does not exist."""
         if isinstance(self.page, int) and self.page == 0:
-            return jnp.where((entries >= 0) & (entries < self.room), entries, -1)
+            there = (entries >= 0) & (entries < self.room)
+            if not (isinstance(self.stride, int) and self.stride == 0):
+                first = jnp.arange(entries.shape[0], dtype=jnp.int32) * self.stride
+                entries = first.reshape(-1, *[1] * (entries.ndim - 1)) + entries
+            return jnp.where(there, entries, -1)
         assert block_table is not None
         # one row for every sequence, on the devices that hold its table
         entries += (0 * block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))

@@ -1,5 +1,7 @@
 """Which slots of its caches each query of a step sees, as attention's kernels want to know it."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ def seen_slots(
     is_causal: bool = True,
     *,
     with_kernel: bool = True,
-) -> list[SelectionSource]:
+) -> "list[SelectionSource | PackedStepSource]":
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
     given, lengths = lengths, jnp.maximum(lengths, 0)  # otherwise a subtraction might wrap around
     first = (lengths - s_q if q_offset is None else q_offset)[:, None]
@@ -47,13 +49,69 @@ def seen_slots(
     far = 0 if compressed_cache is None else compressed_cache.capacity if indices is None else indices.shape[2]
     sizes = {"window": window, "far": far, "ratio": ratio or 0 if compressed_cache is not None else 0}
     sizes |= {f"window_{name}": n for name, n in pools[0]._asdict().items()} | pools[1]._asdict()
+    if is_causal and with_kernel and any(cache.is_packed and cache.block_table is None for cache in caches):
+        keys, layouts = tuple(cache.pool() for cache in caches), tuple(cache.layout for cache in caches)
+        return [PackedStepSource(keys, operands, tuple(sizes.items()), layouts)]
     if not is_causal:
         of_window = _of_drafts(window_cache, lengths, first, position, window)
         if compressed_cache is None:
             return [_source("window", window_cache, *of_window)]
     seen, of_far = _run(operands, sizes, with_kernel)
-    sources = [_source("window", window_cache, *(seen if is_causal else of_window))]
-    return sources if compressed_cache is None else [*sources, _source("compressed", compressed_cache, *of_far)]
+    near = _source("window", window_cache, *(seen if is_causal else of_window))
+    return [near] if compressed_cache is None else [near, _source("compressed", compressed_cache, *of_far)]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "operands"), meta_fields=("sizes", "layouts"))
+@dataclasses.dataclass(frozen=True)
+class PackedStepSource:
+    """The sources of a step over packed caches, of which some has no block table.
+
+    To their kernels all keys are one pool: that of the sequences on a device. So slots are found where attention runs,
+    and are counted through all of these sequences.
+
+    Attributes:
+      keys: the pool of each cache.
+      operands, sizes: of the op that finds slots.
+      layouts: the layout of each cache.
+    """
+
+    keys: Arrays
+    operands: Arrays
+    sizes: tuple[tuple[str, Any], ...]
+    layouts: tuple[str, ...]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return self.layouts
+
+    @property
+    def description(self) -> tuple[str, ...]:
+        return tuple(x for source in self._sources((None,) * 4) for x in source.description)
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        return (*(source.axes[0] for source in self._sources((None,) * 4)), *_OP.operands)
+
+    def parts(self) -> list[SelectionSource]:
+        return self._sources(_slots(*self.operands, **dict(self.sizes)))
+
+    def parts_of_kernel(self) -> list[SelectionSource]:
+        """Beside one cache there is another source, of which queries see nothing."""
+        sizes = dict(self.sizes)
+        for prefix in ("window_", ""):
+            sizes[f"{prefix}stride"] = sizes[f"{prefix}room"]
+        find = raw.seen_slots if _are_known(self.operands, sizes) else _slots
+        found = find(*self.operands, **sizes)
+        sources = [dataclasses.replace(x, is_counted=True) for x in self._sources(found)]
+        if len(sources) == 1:
+            nothing = found[3]
+            sources.append(dataclasses.replace(sources[0], indices=nothing[..., None], length=nothing))
+        return sources
+
+    def _sources(self, found: Any) -> list[SelectionSource]:
+        names, slots = ("window", "compressed"), (found[:2], found[2:])
+        each = zip(names, self.keys, self.layouts, slots, strict=False)
+        return [_selection(name, keys, layout, *of) for name, keys, layout, of in each]
 
 
 def _none(lengths: jax.Array, *shape: Any) -> jax.Array:
@@ -62,13 +120,18 @@ def _none(lengths: jax.Array, *shape: Any) -> jax.Array:
 
 def _run(operands: Arrays, sizes: dict[str, Any], with_kernel: bool) -> tuple[Arrays, Arrays]:
     support = Support("int32", ("seen_slots",), library.shipped_for("seen_slots"))
-    known = all(isinstance(n, int) for n in (*sizes.values(), *(n for x in operands for n in x.shape)))
-    use = choose("seen_slots", None, support) if with_kernel and known else KernelUse.NEVER
+    use = KernelUse.NEVER
+    if with_kernel and _are_known(operands, sizes):
+        use = choose("seen_slots", None, support)
     if use == KernelUse.NEVER:
         found = _slots(*operands, **sizes)
     else:
         found = without_gradient(Call(_OP, use, tuple(sizes.items()), support), *operands)
     return found[:2], found[2:]
+
+
+def _are_known(operands: Arrays, sizes: dict[str, Any]) -> bool:
+    return all(isinstance(n, int) for n in (*sizes.values(), *(n for x in operands for n in x.shape)))
 
 
 def _of_drafts(cache: Cache, lengths: jax.Array, first: jax.Array, position: jax.Array, window: int) -> Arrays:
@@ -94,20 +157,22 @@ def _slots(
     window_room: Any,
     window_page: Any,
     window_pages: Any,
+    window_stride: Any,
     room: Any,
     page: Any,
     pages: Any,
+    stride: Any,
 ) -> Arrays:
     lengths = jnp.maximum(lengths, 0)
     position = position[..., 0] if position.shape[2] else lengths[:, None] - 1
     there = (position >= 0) & (position < lengths[:, None])
     begin, end = jnp.maximum(position + 1 - window, 0), jnp.maximum(position + 1, 0)
     positions = begin[..., None] + jnp.arange(window, dtype=jnp.int32)[None, None]  # ascending, as a span has them
-    near = Pages(window_room, window_page, window_pages).slots(window_table, positions % window_room)
+    near = Pages(window_room, window_page, window_pages, window_stride).slots(window_table, positions % window_room)
     of_window = near, jnp.where(there, end - begin, 0)
     if isinstance(far, int) and far == 0:
         return *of_window, _none(lengths, position.shape[1], 0), jnp.zeros_like(position)
-    compressed = Pages(room, page, pages)
+    compressed = Pages(room, page, pages, stride)
     if indices.shape[2] == 0:
         oldest = jnp.maximum(lengths // ratio - room, 0)  # of a cache that has run over, what is left
         entries = (oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]) % room
@@ -138,5 +203,9 @@ _OP = Op(
 
 
 def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:
+    return _selection(name, cache.pool(), cache.layout, slots, length)
+
+
+def _selection(name: str, keys: jax.Array, layout: str, slots: Any, length: Any) -> SelectionSource:
     names = (f"{name}_cache", f"{name} slots", f"{name} length")
-    return SelectionSource(cache.pool(), slots, length, names, f"{name}_rows", cache.layout)
+    return SelectionSource(keys, slots, length, names, f"{name}_rows", layout)

@@ -60,6 +60,21 @@ def previous(*xs: jax.Array) -> Arrays:
     return _moved(1, 1, *xs)
 
 
+def before(reach: int, *xs: jax.Array) -> Arrays:
+    """`[b, n, 2, reach, …]`: the rows before each chunk of arrays `[b, n, 2, m, …]` of one shape, the first has zeros.
+
+    Of a sequence's chunks i of n has chunk i and chunk 2 n - 1 - i. Devices that share n send these rows, nothing else.
+    """
+    n, m = xs[0].shape[1], xs[0].shape[3]
+    edges = [lax.slice_in_dim(x, m - reach, m, axis=3) for x in xs]
+    early, late = ([lax.index_in_dim(x, i, 2, keepdims=False) for x in edges] for i in range(2))
+    found = []
+    for own, first, second in zip(early, _moved(1, 1, *early), _moved(1, -1, *late), strict=True):
+        is_last = jnp.arange(n).reshape(1, n, *[1] * (own.ndim - 2)) == n - 1  # whose second chunk is after its first
+        found.append(jnp.stack([first, jnp.where(is_last, own, second)], 2))
+    return tuple(found)
+
+
 def _has_auto_axes_alone(x: jax.Array) -> bool:
     return set(mesh_of([x]).axis_types) <= {AxisType.Auto}
 

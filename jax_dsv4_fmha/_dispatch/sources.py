@@ -8,7 +8,7 @@ sources' gradients under the lse of all of them, so backward kernels serve kinds
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,13 @@ class SpanSource:
     from_first: bool = False
 
     @property
-    def kind(self) -> str:
-        return "span" if self.values is None else "separate_kv"
+    def kinds(self) -> tuple[str, ...]:
+        return ("span" if self.values is None else "separate_kv",)
+
+    def parts(self) -> "Sequence[Part]":
+        return [self]
+
+    parts_of_kernel = parts
 
     @property
     def description(self) -> tuple[str, ...]:
@@ -93,7 +98,9 @@ class SpanSource:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("keys", "indices", "length"), meta_fields=("names", "axis", "layout")
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "indices", "length"),
+    meta_fields=("names", "axis", "layout", "is_counted"),
 )
 @dataclasses.dataclass(frozen=True)
 class SelectionSource:
@@ -108,6 +115,7 @@ class SelectionSource:
       names: the caller's names of keys, indices and length.
       axis: the caller's name of s.
       layout: the layout of packed keys.
+      is_counted: whether indices count through the keys of all batch entries, as those of `flat` do.
     """
 
     keys: jax.Array
@@ -116,15 +124,21 @@ class SelectionSource:
     names: tuple[str, ...] = ("keys", "indices", "length")
     axis: str = "s_kv"
     layout: str = V4_FP8
+    is_counted: bool = False
 
     @property
     def is_packed(self) -> bool:
         return bool(self.keys.dtype == jnp.uint8)
 
     @property
-    def kind(self) -> str:
+    def kinds(self) -> tuple[str, ...]:
         """The layout of packed keys."""
-        return self.layout if self.is_packed else "selection"
+        return (self.layout if self.is_packed else "selection",)
+
+    def parts(self) -> "Sequence[SelectionSource]":
+        return [self]
+
+    parts_of_kernel = parts
 
     @property
     def description(self) -> tuple[str, ...]:
@@ -156,13 +170,34 @@ class SelectionSource:
         if self.is_packed:
             entries *= LAYOUTS[self.layout].page_entries(self.keys.shape[2])
         indices = self.indices
-        if self.keys.shape[0] != 1:
+        if self.keys.shape[0] != 1 and not self.is_counted:
             first = jnp.arange(self.keys.shape[0], dtype=jnp.int32)[:, None, None] * entries
             indices = jnp.where(indices < 0, indices, first + indices)
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
 
-Source = SpanSource | SelectionSource
+Part = SpanSource | SelectionSource
+
+
+class Source(Protocol):
+    """What `attend` takes: a part, or what makes parts of its arrays where attention runs."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of its parts"""
+
+    @property
+    def description(self) -> tuple[str, ...]: ...
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        """Of its arrays, in the order of its leaves"""
+
+    def parts(self) -> Sequence[Part]:
+        """By definition"""
+
+    def parts_of_kernel(self) -> Sequence[Part]:
+        """As the row of `FORWARD` takes them"""
 
 
 class Turn(NamedTuple):
@@ -310,7 +345,7 @@ def _without_heads(keys: jax.Array) -> jax.Array:
 
 
 def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
-    return tuple(source.kind for source in sources)
+    return tuple(kind for source in sources for kind in source.kinds)
 
 
 def _shipped(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
@@ -386,18 +421,21 @@ def _span_and_pool(window: SpanSource, source: SelectionSource) -> Sequence[Any]
     return jax.tree.leaves((window, source if source.keys.shape[0] == window.keys.shape[0] else source.flat()))
 
 
-def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
-    """The given source as one of two; queries see nothing of the other."""
-    pool = source.flat()
-    nothing = jnp.zeros_like(pool.length)
-    return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
+def _pools_of_one(source: SelectionSource, other: SelectionSource | None = None) -> Sequence[Any]:
+    """The given source as one of two; queries see nothing of the other, which is made if it is not given."""
+    return _pools(source, other or _unseen(source))
 
 
-def _pools_after_none(source: SelectionSource, first: str) -> Sequence[Any]:
+def _pools_after_none(source: SelectionSource, other: SelectionSource | None = None, *, first: str) -> Sequence[Any]:
     """The given FP4 source as the second of two; the first is an FP8 page, of which queries see nothing."""
-    nothing = jnp.zeros_like(source.length)
+    other = other or _unseen(source)
     page = jnp.zeros((1, LAYOUTS[first].page_bytes(1)), jnp.uint8)
-    return [page, nothing[..., None], nothing, *_pools(source)]
+    return [page, other.indices, other.length, *_pools(source)]
+
+
+def _unseen(source: SelectionSource) -> SelectionSource:
+    nothing = jnp.zeros_like(source.length)
+    return dataclasses.replace(source, indices=nothing[..., None], length=nothing, is_counted=True)
 
 
 def _span_beside_none(source: SpanSource) -> Sequence[Any]:
@@ -558,11 +596,11 @@ def _ops(
     def definition(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         del batch_invariant  # which no definition can be; its call insists on the kernel
         *leaves, sink = operands
-        sources: tuple[Source, ...] = tree.unflatten(leaves)
-        if len(sources) == 1:
-            return sources[0].reference(q, sink, scale)
+        parts = [part for source in tree.unflatten(leaves) for part in source.parts()]
+        if len(parts) == 1:
+            return parts[0].reference(q, sink, scale)
         q32 = q.astype(jnp.float32)
-        o, lse = reference.merge([source.reference(q32, None, scale) for source in sources], sink)
+        o, lse = reference.merge([part.reference(q32, None, scale) for part in parts], sink)
         return o.astype(q.dtype), lse
 
     def turned_definition(q: Any, *operands: Any, scale: float, eps: float) -> Any:
@@ -586,7 +624,8 @@ def _ops(
     def kernel(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         *leaves, sink = operands
         row = (IN_ORDER if batch_invariant else FORWARD)[kinds]
-        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
+        parts = [part for source in tree.unflatten(leaves) for part in source.parts_of_kernel()]
+        return row.run(q, *row.operands(*parts), sink, scale=scale)
 
     def turned_kernel(q: Any, *operands: Any, scale: float, eps: float) -> Any:
         *leaves, table, sink = operands

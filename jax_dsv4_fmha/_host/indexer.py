@@ -66,7 +66,7 @@ def paged_lightning_indexer(
       table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
       start, stop: within `[0, width * page]`.
     """
-    pool, table = _of_one_pool(pool, table)
+    pool, table = _of_one_pool(pool, table, stop)
     results = _chosen(q, page * table.shape[1], _in_pages(packing), topk, return_scores)
     indices, values, _ = call("paged_lightning_indexer", results, q, pool, weights, table, start, stop)
     return indices, values
@@ -110,7 +110,7 @@ def paged_indexer_blocks(
     count: int,
 ) -> jax.Array:
     """`indexer_blocks` with keys in pages, as in `paged_lightning_indexer`."""
-    pool, table = _of_one_pool(pool, table)
+    pool, table = _of_one_pool(pool, table, stop)
     results = _chosen(q, page * table.shape[1], _in_pages(packing), count, False, BLOCK)
     return call("paged_indexer_blocks", results, q, pool, weights, table, start, stop, oldest, newest)[0]
 
@@ -156,7 +156,7 @@ def paged_indexer_within(
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
     """`indexer_within` with keys in pages of whole blocks, as in `paged_lightning_indexer`."""
-    pool, table = _of_one_pool(pool, table)
+    pool, table = _of_one_pool(pool, table, last)
     results = _listed(q, blocks, topk)
     given = (q, pool, weights, table, blocks, start, first, last)
     indices, values, _ = call("paged_indexer_within", results, *given, from_start=np.int64(0))
@@ -175,11 +175,13 @@ def _listed(q: jax.Array, blocks: jax.Array, topk: int) -> tuple[jax.ShapeDtypeS
     return (*chosen, jax.ShapeDtypeStruct((rows, listed), jnp.float32))
 
 
-def _of_one_pool(pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A pool without its axis of batch entries, and the table into it."""
+def _of_one_pool(pool: jax.Array, table: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A pool without its axis of batch entries, and the table into it. `seen`: numbers `[b, s_q]`, none below 0, beside
+    which XLA makes the table in one kernel, where each batch entry has one page and one query.
+    """
     pools, pages, *_ = pool.shape
     if pools != 1:
-        first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages
+        first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages + jnp.minimum(seen[:, :1], 0)
         table = jnp.where((table >= 0) & (table < pages), first + table, -1)
     return pool.reshape(-1, *pool.shape[2:]), table
 

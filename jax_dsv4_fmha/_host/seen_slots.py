@@ -33,6 +33,8 @@ def seen_slots(
       ratio: as in `dsv4_decode`; 0 where all indices count as they are.
       window_room, window_page, window_pages, room, page, pages: entries of a sequence, of a page and pages of a pool;
         page is 0 without a block table.
+      window_stride, stride: without a block table, slots from the first one of a sequence to that of the next; 0 where
+        those of each sequence are counted.
     """
     b, s_q, _ = indices.shape
     shapes = (b, s_q, window), (b, s_q), (b, s_q, far), (b, s_q)

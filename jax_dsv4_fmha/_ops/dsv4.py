@@ -1,5 +1,6 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
+import dataclasses
 import functools
 from typing import Any, get_args
 
@@ -189,8 +190,8 @@ def dsv4_attention(
             named = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), named, -1)
         if topk_length is None:
             topk_length = jnp.full((b, s_q), dims["topk"], jnp.int32)
-        layout = {} if cache is None else {"layout": cache.layout}
-        sources.append(SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c", **layout))
+        far = SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c")
+        sources.append(far if cache is None else dataclasses.replace(far, layout=cache.layout))
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     support = support_of(q, sources, products=products)

@@ -9,6 +9,7 @@ from .outputs import Choice, IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
 from .weights import from_state_dict
+from .zigzag import unzigzag, zigzag
 
 STEP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """XLA's options for a jitted step: on GPUs, kernels that do not depend on each other run at the same time. The results
@@ -32,4 +33,6 @@ __all__ = [
     "hadamard",
     "inverse_rope",
     "rope",
+    "unzigzag",
+    "zigzag",
 ]

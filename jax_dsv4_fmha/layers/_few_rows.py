@@ -5,12 +5,14 @@ On Hopper, products of more than MAX_ROWS rows, and of matrices in another dtype
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._definitions import explicit_axes
+from .._definitions.packed import quantize_rows
 from .._definitions.rope import normed_and_turned, pairs_turned
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
@@ -20,9 +22,20 @@ from .._host import few_rows_product as raw
 from .._host import library
 from .._ops.rope import normed_then_turned, turned
 from .compressor import product
+from .hadamard import hadamard
 
 MAX_ROWS = 128
 """of x: with more, XLA's products are faster"""
+
+
+class LowRank(NamedTuple):
+    """A low-rank query, of which a product makes query heads."""
+
+    query: jax.Array
+    """`[b, s, k]`"""
+    squares: jax.Array | None = None
+    """None if it is normed. Else it is the query times the norm's weight, and its product has to be divided by the
+    query's root mean square: these are sums of squares, float32 `[b, s, n]`"""
 
 
 def plain_product(x: jax.Array, w: jax.Array, dtype: Any, kernel: bool) -> jax.Array:
@@ -30,18 +43,81 @@ def plain_product(x: jax.Array, w: jax.Array, dtype: Any, kernel: bool) -> jax.A
     is_wide = jnp.dtype(dtype) == jnp.float32 != x.dtype
     call = _call(_PLAIN, x, w, *w.shape, to_float32=is_wide, dtype=jnp.dtype(dtype).name) if kernel else None
     if call is not None:
-        return call(x, w[None])
+        return call(x, w[None])[0]
     return product(x, w) if is_wide else jnp.einsum("bsk,kn->bsn", x, w.astype(x.dtype))
 
 
-def query_heads(x: jax.Array, w: jax.Array, table: jax.Array, eps: float | None, kernel: bool) -> jax.Array:
-    """x `[b, s, k]` w `[k, h, d]`, its heads normed, unless eps is None, and turned by a table `[b or 1, s, n]`."""
-    fits = eps is not None and w.shape[2] == raw.HEAD and table.shape[2] == raw.DIMS
-    call = _call(_HEADS, x, w, w.shape[0], w.shape[1] * w.shape[2], eps=eps) if kernel and fits else None
-    if call is not None:
-        return call(x, w[None], table)
+def leaves_norm(x: jax.Array, w: jax.Array, rank: int, *takers: bool) -> bool:
+    """Whether `product_and_low_rank` makes a query of this rank of x `[b, s, k]` and w `[k, n]`, for takers that all do
+    its norm themselves.
+    """
+    fits = rank % raw.SQUARED == 0 and rank <= raw.SQUARED * raw.SQUARES
+    return all(takers) and fits and _low_rank_call(x, w, rank) is not None
+
+
+def product_and_low_rank(x: jax.Array, w: jax.Array, gain: jax.Array) -> tuple[jax.Array, LowRank]:
+    """`plain_product` in float32, where `leaves_norm`; and its first columns as a low-rank query whose norm has the
+    weight gain `[columns]`.
+    """
+    run = _low_rank_call(x, w, gain.shape[0])
+    assert run is not None
+    y, query, squares = run(x, w[None], gain.astype(jnp.float32)[None])
+    return y, LowRank(query, squares)
+
+
+def makes_heads(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> bool:
+    """Whether a kernel makes query heads of a query with the batch and dtype of x, and does its norm."""
+    return _heads_call(x, w, dims, eps) is not None
+
+
+def query_heads(c: LowRank, w: jax.Array, table: jax.Array, eps: float | None, kernel: bool) -> jax.Array:
+    """c times w `[k, h, d]`, its heads normed, unless eps is None, and turned by a table `[b or 1, s, n]`."""
+    x = c.query
+    run = _heads_call(x, w, table.shape[2], eps) if kernel else None
+    if run is not None:
+        return run(x, w[None], table, _squares(c))[0]
+    assert c.squares is None
     q = jnp.einsum("bsr,rhd->bshd", x, w.astype(x.dtype))
     return turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
+
+
+def makes_index_query(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool) -> bool:
+    """Whether `index_query` makes the queries of an indexer, of a query with the batch and dtype of x."""
+    return _index_call(x, w, dims, to_fp8) is not None
+
+
+def index_query(
+    c: LowRank, w: jax.Array, table: jax.Array, given: jax.Array, to_fp8: bool, **params: Any
+) -> tuple[jax.Array, jax.Array]:
+    """c times w `[k, h, 128]`, its heads turned by a table `[b or 1, s, 64]` and multiplied by the Hadamard matrix, in
+    float8_e4m3fn as `quantize_indexer` does it, or in c's dtype; and the heads' weights, with the scales of those.
+
+    Args:
+      given: float32 `[b, s, columns]`, with the heads' weights from `column` on, of which each is multiplied by scale.
+      **params: column, scale, and eps, that of c's norm.
+    """
+    run = _index_call(c.query, w, table.shape[2], to_fp8, **params)
+    assert run is not None
+    q, weights = run(c.query, w[None], table, _squares(c), given)
+    return q, weights
+
+
+def _squares(c: LowRank) -> jax.Array:
+    return jnp.zeros((*c.query.shape[:2], 0), jnp.float32) if c.squares is None else c.squares
+
+
+def _low_rank_call(x: jax.Array, w: jax.Array, rank: int) -> Callable[..., Arrays] | None:
+    return _call(_LOW_RANK, x, w, *w.shape, to_float32=True, n_squares=rank // raw.SQUARED)
+
+
+def _heads_call(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> Callable[..., Arrays] | None:
+    fits = eps is not None and w.shape[2] == raw.HEAD and dims == raw.DIMS
+    return _call(_HEADS, x, w, w.shape[0], w.shape[1] * w.shape[2], eps=eps) if fits else None
+
+
+def _index_call(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool, **params: Any) -> Callable[..., Arrays] | None:
+    fits = w.shape[2] == raw.INDEX_D and dims == raw.DIMS
+    return _call(_INDEX, x, w, w.shape[0], w.shape[1] * w.shape[2], to_fp8=to_fp8, **params) if fits else None
 
 
 def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
@@ -54,7 +130,7 @@ def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel:
     fits = table is not None and x.shape[3] == raw.HEAD and table.shape[2] == raw.DIMS
     call = _call(_GROUPED, x, w, *w.shape[1:], groups=w.shape[0]) if kernel and fits else None
     if call is not None:
-        return call(in_groups(x), w[None], table)
+        return call(in_groups(x), w[None], table)[0]
     x = x if table is None else turned(x, table, -1)
     return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), w.astype(x.dtype))
 
@@ -63,7 +139,7 @@ def summed_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
     """x `[b, s, g, k]` w `[g, k, n]`, summed over the groups."""
     call = _call(_SUMMED, x, w, w.shape[0] * w.shape[1], w.shape[2]) if kernel else None
     if call is not None:
-        return call(x, w[None])
+        return call(x, w[None])[0]
     b, s, _, _ = explicit_axes.entries(x)
     summed = explicit_axes.sharding(x, b, s, None)  # over Explicit axes JAX sums where it is told to
     return jnp.einsum("bsgr,grm->bsm", x, w.astype(x.dtype), out_sharding=summed)
@@ -71,27 +147,65 @@ def summed_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
 
 def _call(
     op: Op, x: jax.Array, w: jax.Array, k: int, n: int, *, groups: int = 1, to_float32: bool = False, **params: Any
-) -> Callable[..., jax.Array] | None:
+) -> Callable[..., Arrays] | None:
     """What runs the op with its kernel; None where none takes the operands."""
     b, s = x.shape[:2]
     if not (isinstance(b, int) and isinstance(s, int) and 0 < b * s <= MAX_ROWS and k % 8 == n % 8 == 0):
         return None
     choices: dict[str, Any] = {"dtype": x.dtype.name, "to_float32": to_float32}
+    choices["to_fp8"] = params.get("to_fp8", False)
     if op is not _HEADS:
         choices["parts"] = params["parts"] = raw.parts(k, n, groups)
     support = Support(f"{x.dtype.name} of {b * s} rows", (op.name,), library.shipped_for(op.name, **choices))
     use = choose(op.name, None, support) if x.dtype == w.dtype else KernelUse.NEVER
     if use == KernelUse.NEVER:
         return None
-    return lambda *operands: without_gradient(Call(op, use, tuple(params.items()), support), *operands)[0]
+    return lambda *operands: without_gradient(Call(op, use, tuple(params.items()), support), *operands)
 
 
 def _plain(x: jax.Array, w: jax.Array, *, parts: int, dtype: str) -> Arrays:
     return (jnp.einsum("bsk,ckn->bsn", x, w, preferred_element_type=jnp.dtype(dtype)),)
 
 
-def _heads(x: jax.Array, w: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
-    return normed_and_turned(jnp.einsum("bsk,ckhd->bshd", x, w), table, eps=eps)
+def _low_rank(x: jax.Array, w: jax.Array, gain: jax.Array, *, parts: int, n_squares: int) -> Arrays:
+    (y,) = _plain(x, w, parts=parts, dtype="float32")
+    low = y[..., : gain.shape[1]]
+    squares = jnp.sum(jnp.square(low).reshape(*low.shape[:2], n_squares, -1), -1)
+    return y, (low * gain[0]).astype(x.dtype), squares
+
+
+def _of_normed(x: jax.Array, w: jax.Array, squares: jax.Array, eps: float) -> jax.Array:
+    """x times the heads of w, where squares tell how x is left to be normed."""
+    if squares.shape[2] == 0:
+        return jnp.einsum("bsk,ckhd->bshd", x, w)
+    y = jnp.einsum("bsk,ckhd->bshd", x, w, preferred_element_type=jnp.float32)
+    factor = lax.rsqrt(jnp.sum(squares, -1) / x.shape[2] + eps)
+    return (y * factor[..., None, None]).astype(x.dtype)
+
+
+def _heads(x: jax.Array, w: jax.Array, table: jax.Array, squares: jax.Array, *, eps: float) -> Arrays:
+    return normed_and_turned(_of_normed(x, w, squares, eps), table, eps=eps)
+
+
+def _index(
+    x: jax.Array,
+    w: jax.Array,
+    table: jax.Array,
+    squares: jax.Array,
+    given: jax.Array,
+    *,
+    parts: int,
+    column: int,
+    scale: float,
+    eps: float,
+    to_fp8: bool,
+) -> Arrays:
+    q = hadamard(pairs_turned(_of_normed(x, w, squares, eps), table, direction=1)[0])
+    weights = given[..., column : column + w.shape[2]] * scale
+    if not to_fp8:
+        return q, weights
+    codes, scales = quantize_rows(q)
+    return codes, weights * scales
 
 
 def _grouped(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> Arrays:
@@ -108,8 +222,18 @@ def _plain_kernel(x: jax.Array, w: jax.Array, *, parts: int, dtype: str) -> Arra
     return (y[:, :, 0],)
 
 
-def _heads_kernel(x: jax.Array, w: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
-    return raw.few_rows_product_norm_rope(x, w[0], _of_batch(table, x), eps=eps)
+def _low_rank_kernel(x: jax.Array, w: jax.Array, gain: jax.Array, *, parts: int, n_squares: int) -> Arrays:
+    del n_squares  # which gain tells
+    y, low, squares = raw.few_rows_product_and_low_rank(x[:, :, None], w, gain[0], parts=parts)
+    return y[:, :, 0], low, squares
+
+
+def _heads_kernel(x: jax.Array, w: jax.Array, table: jax.Array, squares: jax.Array, *, eps: float) -> Arrays:
+    return raw.few_rows_product_norm_rope(x, w[0], _of_batch(table, x), squares, eps=eps)
+
+
+def _index_kernel(x: jax.Array, w: jax.Array, table: jax.Array, *others: jax.Array, **params: Any) -> Arrays:
+    return raw.few_rows_product_index_query(x, w[0], _of_batch(table, x), *others, **params)
 
 
 def _of_batch(table: jax.Array, x: jax.Array) -> jax.Array:
@@ -128,6 +252,7 @@ def _summed_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
 
 
 _TABLE = Axes("table", f"{ONE_OR_B} s_q dims")
+_SQUARES = Axes("squares", "b s_q n_squares")
 _op = functools.partial(Op, is_mapped=False)
 _PLAIN = _op(
     "few_rows_product",
@@ -136,12 +261,29 @@ _PLAIN = _op(
     _plain,
     _plain_kernel,
 )
+_LOW_RANK = _op(
+    "few_rows_product",
+    (Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k n"), Axes("gain", f"{ONE_OR_B} rank")),
+    (Axes("y", "b s_q n"), Axes("low", "b s_q rank"), _SQUARES),
+    _low_rank,
+    _low_rank_kernel,
+)
 _HEADS = _op(
     "few_rows_product_norm_rope",
-    (Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k h_q d"), _TABLE),
+    (Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k h_q d"), _TABLE, _SQUARES),
     (Axes("y", "b s_q h_q d"),),
     _heads,
     _heads_kernel,
+)
+_INDEX = _op(
+    "few_rows_product_index_query",
+    (
+        *(Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k heads d"), _TABLE, _SQUARES),
+        Axes("given", "b s_q columns"),
+    ),
+    (Axes("q", "b s_q heads d"), Axes("weights", "b s_q heads")),
+    _index,
+    _index_kernel,
 )
 _GROUPED = _op(
     "few_rows_product_of_turned",

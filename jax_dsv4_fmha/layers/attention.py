@@ -15,7 +15,7 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from .insert import Entries, Rows, insert
 from .outputs import IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums, counted
 from .rope import Rope, rope, rope_of_normed
+from .zigzag import NATURAL, Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +216,7 @@ class DSV4Attention:
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         indices: jax.Array | None = None,
+        zigzag: int | None = None,
         implementation: _check.Implementation | None = None,
     ) -> Output:
         """Whole sequences, or a chunk of a prompt after cached tokens.
@@ -235,12 +237,19 @@ class DSV4Attention:
           indices: int32 `[b, s, n]`, of a layer that sees chosen entries: the choice, in place of its own or of an
             earlier layer's, such as `Output.indices` of another call or layer. An entry that is not past is absent, and
             so is -1. The indexer chooses nothing then; `Output.choice` has its queries and these entries.
+          zigzag: without a cache: an int, if the tokens of x are in `layers.zigzag` order over so many devices, which
+            then have equal work and send each other as little as without it. All that has a token's row is in that
+            order: segment_ids, indices, and results. Entries are in their own. Each of the `2 zigzag` chunks must have
+            whole blocks, and at least `window - 1` tokens.
           implementation: as in `dsv4_attention`.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
         b, s = _checks.operands(self, params, x, cache, shared, indices)
+        order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
+        if zigzag is not None and cache is not None:
+            raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
         params = _joined.separate(self, params)
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
@@ -253,7 +262,7 @@ class DSV4Attention:
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
-            return self._whole(params, x, segment_ids, shared or Shared(), indices, implementation)
+            return self._whole(params, x, segment_ids, shared or Shared(), indices, order, implementation)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
             lengths = first + s
@@ -273,7 +282,8 @@ class DSV4Attention:
         if self.indexer is not None:
             weights = product(x, params["indexer"]["weights_proj"])
             past = {"ratio": self.ratio, "q_offset": first}
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, unpacks=True)
+            query = self._index_query(params, c, weights, positions, shared.keys)
+            shared, _ = self._choose(query, shared, past, indices, unpacks=True)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -355,21 +365,18 @@ class DSV4Attention:
         first = begin[0] if begin else lengths - s
         positions = counted(first, 0, s)
         kernel = implementation != "reference"
-        rows = self._rows(params, x, kernel)
-        c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
         table = self.rope.table(positions)
+        rows, c = self._rows(params, x, cache, kernel)
         q = _few_rows.query_heads(c, params["wq_b"], table, self.eps if self.norm_heads else None, kernel)
         given = shared or Shared()
         start = first if begin else None
         cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, kernel)
         if self.indexer is not None:
-            weights = rows["indexer.weights_proj"].take()
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
             if begin:  # padding has nothing to choose from
                 past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
-            # of few columns, so that XLA's product is faster
-            in_kernel = kernel and self.batch_invariant
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, in_kernel)
+            query = self._index_query_of_step(params, c, rows, positions, table, shared.keys, kernel)
+            shared, _ = self._choose(query, shared, past, indices)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -393,66 +400,130 @@ class DSV4Attention:
         ids: jax.Array | None,
         given: Shared,
         indices: jax.Array | None,
+        order: Order,
         implementation: _check.Implementation | None,
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else _everywhere(positions_of(ids))
+        ids = None if ids is None else order.undone(ids)
+        positions = order.numbers(x.shape[1]) if ids is None else order.of(_everywhere(positions_of(ids)))
         c, q, kv = self._projected(params, x, positions)
         kv, chosen, shared = self._rounded(kv, of_window=True), None, given
         if self.compressor is not None:
             packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
-            first = jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
-            first = first if packed is None else packed.first
             in_codes = self.fake_quantize and packed is None and not self._plain  # devices send each other codes
-            latents = self.compressor(params["compressor"], x, packed, whole=not in_codes)
+            made_in = order if in_codes else NATURAL
+            first = made_in.numbers(x.shape[1] // self.ratio) * self.ratio if packed is None else packed.first
+            pool: dict[str, Any] = {"packed": packed, "whole": not in_codes, "zigzag": order.devices}
+            latents = self.compressor(params["compressor"], x, **pool)
             turned = rope(latents, first, self.rope)
             made = rounded_sequences(turned, self._formats[1]) if in_codes else self._rounded(turned)
-            shared = shared._replace(compressed=made)
+            shared = shared._replace(compressed=made_in.undone(made))
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
-                of_keys = latents if second is None else second(params["indexer"]["compressor"], x, packed)
+                of_keys = latents if second is None else second(params["indexer"]["compressor"], x, **pool)
                 keys = self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope)
-                shared = shared._replace(keys=self.indexer.rounded(keys, whole=in_codes))
+                shared = shared._replace(keys=made_in.undone(self.indexer.rounded(keys, whole=in_codes)))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
-        own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
-        if self.indexer is not None and there:
-            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": True}
-            weights = product(x, params["indexer"]["weights_proj"])
-            shared, chosen = self._choose(params, c, weights, positions, shared, past, indices)
-        seen: dict[str, Any] = self._seen(shared, indices, own) if there else {}
+        own, near = None, None
         if ids is not None:
-            seen["span"] = _everywhere(Span.segments(ids))
-        with jax.named_scope("attention"):
-            o, lse = dsv4_attention(
+            near = jax.tree.map(order.of, _everywhere(Span.segments(ids)))
+            own = jax.tree.map(order.of, _everywhere(Span.compressed_segments(ids, self.ratio))) if there else None
+        elif there and not order.is_natural:
+            own = Span(jnp.zeros_like(positions), (positions + 1) // self.ratio)
+        near = order.seen(x.shape[1], self.window, near)
+        if self.indexer is not None and there:
+            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": ids is not None}
+            weights = product(x, params["indexer"]["weights_proj"])
+            query = self._index_query(params, c, weights, positions, shared.keys)
+            shared, chosen = self._choose(query, shared, past, indices, order=order)
+        turn = self._turn(positions)
+
+        def attend(kv: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
+            seen = self._seen(shared, chosen, own) if there else {}
+            if near is not None:
+                seen["span"] = near
+            # if not in their own order, `near` alone says which keys are seen
+            first = 0 if order.is_natural else kv.shape[1]
+            return dsv4_attention(
                 q,
                 kv,
                 entries if there else None,
                 batch_invariant=self.batch_invariant,
                 sink=params["sink"],
-                window=self.window,
+                window=self.window if order.is_natural else first + q.shape[1],
+                q_offset=first,
                 implementation=implementation,
                 o_groups=self.o_groups,
-                **self._turn(positions),
+                **(turn | {"rope_table": table}),
                 **seen,
             )
+
+        with jax.named_scope("attention"):
+            rows = {"q": q, "chosen": shared.indices if indices is None else indices, "near": near, "own": own}
+            keys = order.keys(kv, self.window)
+            o, lse = order.over_queries(attend, keys, table=turn["rope_table"], **rows)
         # where a kernel turns q inside of attention, this is a pass of its own, unless nobody asks for it
         index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
         return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
 
-    def _rows(self, params: Any, x: jax.Array, kernel: bool) -> dict[str, Rows]:
-        """x times the matrices that a step multiplies it with, in float32, by their names."""
+    def _rows(
+        self, params: Any, x: jax.Array, cache: LayerCache, kernel: bool
+    ) -> tuple[dict[str, Rows], _few_rows.LowRank]:
+        """x times the matrices that a step multiplies it with, in float32, by their names; and the low-rank query."""
         found, column = {}, 0
-        if _joined.JOINED in params:
-            whole = _few_rows.plain_product(x, params[_joined.JOINED], jnp.float32, kernel)
+        if _joined.JOINED not in params:
             for name, width in _joined.of_x(self).items():
-                found[name] = Rows(whole, column, width)
-                column += width
-            return found
+                matrix = functools.reduce(operator.getitem, name.split("."), params)
+                found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
+            return found, self._low_rank(params, found["wq_a"].take(), x.dtype)
+        c, w = None, params[_joined.JOINED]
+        if kernel and self._leaves_norm(params, x, cache):
+            whole, c = _few_rows.product_and_low_rank(x, w, params["q_norm"])
+        else:
+            whole = _few_rows.plain_product(x, w, jnp.float32, kernel)
         for name, width in _joined.of_x(self).items():
-            matrix = functools.reduce(operator.getitem, name.split("."), params)
-            found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
-        return found
+            found[name] = Rows(whole, column, width)
+            column += width
+        return found, c or self._low_rank(params, found["wq_a"].take(), x.dtype)
+
+    def _low_rank(self, params: Any, rows: jax.Array, dtype: Any) -> _few_rows.LowRank:
+        return _few_rows.LowRank(rms_norm(rows.astype(dtype), params["q_norm"], self.eps))
+
+    def _leaves_norm(self, params: Any, x: jax.Array, cache: LayerCache) -> bool:
+        """Whether all products of the low-rank query do its norm."""
+        heads = _few_rows.makes_heads(x, params["wq_b"], self.rope.dims, self.eps if self.norm_heads else None)
+        indexes = self.indexer is None or self._makes_index_query(params, x, cache.keys)
+        return _few_rows.leaves_norm(x, params[_joined.JOINED], self.q_rank, heads, indexes)
+
+    def _makes_index_query(self, params: Any, x: jax.Array, keys: Any) -> bool:
+        """Whether a kernel makes an indexer's queries, for a step with the batch and dtype of x."""
+        assert self.indexer is not None
+        w = params["indexer"]["wq_b"]
+        return self.indexer.transforms and _few_rows.makes_index_query(x, w, self.rope.dims, _in_8_bits(keys))
+
+    def _index_query_of_step(
+        self,
+        params: Any,
+        c: _few_rows.LowRank,
+        rows: Mapping[str, Rows],
+        positions: jax.Array,
+        table: jax.Array,
+        keys: Any,
+        kernel: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`_index_query`, where there is a kernel in one product."""
+        assert self.indexer is not None
+        given = rows["indexer.weights_proj"]
+        if not (kernel and self._makes_index_query(params, c.query, keys)):
+            # of few columns, so that XLA's product is faster
+            in_kernel = kernel and self.batch_invariant
+            return self._index_query(params, c.query, given.take(), positions, keys, in_kernel)
+        with jax.named_scope("indexer"):
+            numbers = {"column": given.column, "scale": self.indexer.weight_scale, "eps": self.eps}
+            w, in_8_bits = params["indexer"]["wq_b"], _in_8_bits(keys)
+            q, weights = _few_rows.index_query(c, w, table, given.product, in_8_bits, **numbers)
+            return q if in_8_bits else self.indexer.rounded(q), weights
 
     def _inserted(
         self,
@@ -521,44 +592,58 @@ class DSV4Attention:
         return cache, shared
 
     @jax.named_scope("indexer")
-    def _choose(
+    def _index_query(
         self,
         params: Any,
         c: jax.Array,
         weights: jax.Array,
         positions: jax.Array,
+        keys: Any,
+        kernel: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The indexer's queries and weights, for such keys; c: the low-rank query; kernel: as in `_few_rows`."""
+        assert self.indexer is not None
+        weights, made_of = self.indexer.scaled(weights), (params["indexer"], c, positions, self.rope, kernel)
+        if _in_8_bits(keys):
+            q, scales = self.indexer.turned_and_quantized(*made_of)
+            return q, weights * scales
+        return self.indexer.rounded(self.indexer.turned(*made_of)), weights
+
+    @jax.named_scope("indexer")
+    def _choose(
+        self,
+        query: tuple[jax.Array, jax.Array],
         shared: Shared,
         past: Mapping[str, Any],
         given: jax.Array | None = None,
-        kernel: bool = False,
         unpacks: bool = False,
+        order: Order = NATURAL,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
-        """The entries that each query sees among the past ones, and the indexer's queries and weights; given: these
-        entries, chosen elsewhere; kernel: as in `_few_rows`; unpacks: keys in 4 bits, once for all queries, of which
-        there are many.
+        """The entries that each query sees among the past ones, and the indexer's queries and weights, which are given;
+        given: these entries, chosen elsewhere; unpacks: keys in 4 bits, once for all queries, of which there are many.
         """
         assert self.indexer is not None
-        keys, weights = shared.keys, self.indexer.scaled(weights)
-        made_of = (params["indexer"], c, positions, self.rope, kernel)
-        if isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8":
-            q, scales = self.indexer.turned_and_quantized(*made_of)
-            weights = weights * scales
-        else:
-            q = self.indexer.rounded(self.indexer.turned(*made_of))
-            if unpacks and isinstance(keys, Cache) and keys.is_packed:
-                keys = keys.take().astype(q.dtype)
+        keys, (q, weights) = shared.keys, query
+        if unpacks and isinstance(keys, Cache) and keys.is_packed and not _in_8_bits(keys):
+            keys = keys.take().astype(q.dtype)
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
+
+        def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
+            def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
+                return op(q, keys, weights, **{**past, "span": span, **more, **sizes})
+
+            return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
+
         blocks = shared.blocks if self.indexer.within_candidates else None
         if count := self.indexer.candidate_blocks:
-            shared = shared._replace(blocks=indexer_blocks(q, keys, weights, count=count, **past))
+            shared = shared._replace(blocks=best(indexer_blocks, {}, count=count))
             if blocks is None and count > self.indexer.topk:
                 blocks = shared.blocks  # which have all of the greatest entries
         if given is None:
             n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-            chosen = lightning_indexer(q, keys, weights, topk=min(self.indexer.topk, n), blocks=blocks, **past)
-            assert isinstance(chosen, jax.Array)  # because no scores are asked for
-            given = chosen
+            given = best(lightning_indexer, {"blocks": blocks}, topk=min(self.indexer.topk, n))
+            assert isinstance(given, jax.Array)  # because no scores are asked for
         return shared._replace(indices=given), (q, weights)
 
     def _seen(self, shared: Shared, given: jax.Array | None, own: Span | None = None) -> dict[str, Any]:
@@ -600,6 +685,11 @@ class DSV4Attention:
 def _everywhere(of_documents: Any) -> Any:
     """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
     return jax.tree.map(whole_sequences, of_documents)
+
+
+def _in_8_bits(keys: Any) -> bool:
+    """Whether an indexer's queries are quantized, as its keys are."""
+    return isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8"
 
 
 def _made(shared: Shared, given: Shared) -> Shared:

@@ -33,11 +33,13 @@ from .pooling import (
     joined,
     merged,
     of_places,
+    over_tokens,
     pool_chunk,
     pool_ring,
     rows_from,
 )
 from .rope import Rope
+from .zigzag import Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,14 @@ class Compressor:
         return params
 
     @jax.named_scope("compressor")
-    def __call__(self, params: Any, x: jax.Array, packed: PackedBlocks | None = None, whole: bool = True) -> jax.Array:
+    def __call__(
+        self,
+        params: Any,
+        x: jax.Array,
+        packed: PackedBlocks | None = None,
+        whole: bool = True,
+        zigzag: int | None = None,
+    ) -> jax.Array:
         """Latents `[b, s // ratio, d]` in x's dtype. Tokens after the last whole block give no latent.
 
         Devices that share the sequence of x gather the latents; where each has whole blocks, the only other thing that
@@ -123,21 +132,26 @@ class Compressor:
           packed: the blocks of packed documents, as `documents.packed_blocks` finds them. None means one sequence a
             row, from position 0 on.
           whole: whether every device gets all latents; if not, those without documents stay where their tokens are.
+          zigzag: an int, if x is in `layers.zigzag` order over so many devices, of whole blocks in each chunk. Latents
+            are then in their own order if whole, else in that order.
         """
         x = self._checked(params, x)
-        gathered = whole_sequences if whole else lambda latents: latents
+        order = Order.checked(_OP, zigzag, x.shape[1], self.ratio)
         tokens, (b, s, _) = product(x, params["w"]), x.shape
         if not explicit_axes.divide(tokens, 1, self.ratio):
             tokens = whole_sequences(tokens)
         if packed is not None:
             documents.check(_OP, packed, b, s, self.ratio)
-            latents = whole_sequences(self._pool_packed(params, tokens, packed, x.dtype))
+            latents = order.undone(whole_sequences(self._pool_packed(params, tokens, packed, x.dtype, order)))
             return jnp.take_along_axis(latents, packed.order[..., None], 1)
         if self.ratio == 1:
-            return gathered(self._normed(params, tokens, x.dtype))
-        n = s // self.ratio
-        own = self._sums(tokens[:, : n * self.ratio], params.get("ape"))
-        return gathered(self._latents(params, own, self._before(own), jnp.arange(n)[None] > 0, x.dtype))
+            latents = self._normed(params, tokens, x.dtype)
+        else:
+            n = s // self.ratio
+            own = self._sums(tokens[:, : n * self.ratio], params.get("ape"))
+            has_before = order.numbers(n) > 0
+            latents = self._latents(params, own, self._before(own, order), has_before, x.dtype)
+        return order.undone(whole_sequences(latents)) if whole else latents
 
     def _checked(self, params: Any, x: Any) -> jax.Array:
         _operands.parameters(self, params)
@@ -249,24 +263,25 @@ class Compressor:
             before, own = ([x[:, some] for x in own] for some in (slice(-1), slice(1, None)))
         return self._latents(params, own, before, has_before, dtype)
 
-    def _pool_packed(self, params: Any, tokens: jax.Array, packed: PackedBlocks, dtype: Any) -> jax.Array:
-        """The latent `[b, ceil(s / ratio), d]` of the block that ends in each run of `ratio` tokens.
+    def _pool_packed(self, params: Any, tokens: jax.Array, packed: PackedBlocks, dtype: Any, order: Order) -> jax.Array:
+        """The latent `[b, ceil(s / ratio), d]` of the block that ends in each run of `ratio` tokens, in their order.
 
         The block began in this run or in the one before: so all blocks are made of two sums of each run.
         """
         if self.ratio == 1:
             return self._normed(params, tokens, dtype)
+        place, end, next_end, has_before = map(order.of, packed[:4])
         if "ape" in params:  # by a product, because its gradient is one too
-            one_hot = jax.nn.one_hot(explicit_axes.like(packed.place, tokens), self.ratio, dtype=jnp.float32)
+            one_hot = jax.nn.one_hot(explicit_axes.like(place, tokens), self.ratio, dtype=jnp.float32)
             ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
             tokens += jnp.einsum("bsp,pc->bsc", one_hot, ape, precision=jax.lax.Precision.HIGHEST)
-        runs = packed.end.shape[1]
+        runs = end.shape[1]
         tokens = jnp.pad(tokens, ((0, 0), (0, runs * self.ratio - tokens.shape[1]), (0, 0)))
         place = jnp.arange(self.ratio, dtype=jnp.int32)[None, None]
-        ends_here = self._sums(tokens, there=place <= packed.end[..., None])
-        ends_next = self._sums(tokens, there=place > packed.next_end[..., None])
-        own = merged([ends_here, _previous(ends_next)])
-        return self._latents(params, own, self._before(own), packed.has_before > 0, dtype)
+        ends_here = self._sums(tokens, there=place <= end[..., None])
+        ends_next = self._sums(tokens, there=place > next_end[..., None])
+        own = merged([ends_here, _previous(ends_next, order)])
+        return self._latents(params, own, self._before(own, order), has_before > 0, dtype)
 
     def _sums(self, tokens: jax.Array, ape: jax.Array | None = None, there: jax.Array | None = None) -> list[jax.Array]:
         """What `merged` takes of the blocks of tokens `[b, n ratio, width]`, each `[b, n, channels]`.
@@ -281,11 +296,11 @@ class Compressor:
             kv, score = jnp.where(there, kv, 0), jnp.where(there, score, -jnp.inf)
         most = jax.lax.stop_gradient(jnp.max(score, 2))
         weight = jnp.exp(score - finite(most)[:, :, None])
-        return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
+        return [most, over_tokens(weight), over_tokens(weight * kv)]
 
-    def _before(self, own: list[jax.Array]) -> list[jax.Array] | None:
+    def _before(self, own: list[jax.Array], order: Order) -> list[jax.Array] | None:
         """The sums of the block before each, with overlap."""
-        return _previous([x[..., : self.d] for x in own]) if self.overlap else None
+        return _previous([x[..., : self.d] for x in own], order) if self.overlap else None
 
     def _latents(
         self, params: Any, own: list[jax.Array], before: list[jax.Array] | None, has_before: jax.Array, dtype: Any
@@ -338,7 +353,7 @@ def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
     return whole_sequences(jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1))
 
 
-def _previous(sums: list[jax.Array]) -> list[jax.Array]:
+def _previous(sums: list[jax.Array], order: Order) -> list[jax.Array]:
     """The sums of the block before each block."""
-    most, *others = previous(*sums)
+    most, *others = previous(*sums) if order.is_natural else order.previous(*sums)
     return [jax.lax.stop_gradient(most), *others]

@@ -158,7 +158,7 @@ class Indexer:
         """q of `queries` in float8_e4m3fn, as `quantize_indexer` does it, and scales float32 `[b, s, heads]`."""
         q = self._projected(params, low_rank, kernel)
         if self.transforms:
-            return index_query(q, positions, rotation)
+            return index_query(q, rotation.table(positions))
         return quantize_rows(rope(q, positions, rotation))
 
     def _projected(self, params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
@@ -171,7 +171,11 @@ class Indexer:
 
     def scaled(self, weights: jax.Array) -> jax.Array:
         """The weights of `queries`, from x times `weights_proj`."""
-        return weights * (self.d**-0.5 * self.heads**-0.5)
+        return weights * self.weight_scale
+
+    @property
+    def weight_scale(self) -> float:
+        return float(self.d**-0.5 * self.heads**-0.5)
 
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
         """k `[b, n, d]`, in the dtype of latents.

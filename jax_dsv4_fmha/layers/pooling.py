@@ -175,7 +175,26 @@ def _partial(tokens: jax.Array) -> list[jax.Array]:
     kv, score = jnp.split(tokens, 2, -1)
     most = jnp.max(score, 2)
     weight = jnp.exp(score - finite(most)[:, :, None])
-    return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
+    return [most, over_tokens(weight), over_tokens(weight * kv)]
+
+
+@jax.custom_jvp
+def over_tokens(x: jax.Array) -> jax.Array:
+    """The sums `[b, n, d]` of `[b, n, t, d]`, in an order that t alone decides: one half of the tokens is added to the
+    other until there are few, and these in turn. XLA gives `jnp.sum` another order in another shape.
+    """
+    while (t := x.shape[2]) > _FEW:
+        first, last = x[:, :, : (t + 1) // 2], x[:, :, (t + 1) // 2 :]
+        x = first + (last if t % 2 == 0 else jnp.pad(last, ((0, 0), (0, 0), (0, 1), (0, 0))))
+    return functools.reduce(jnp.add, (x[:, :, i] for i in range(x.shape[2])))
+
+
+@over_tokens.defjvp
+def _over_tokens(x: tuple[jax.Array], dx: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return over_tokens(*x), jnp.sum(*dx, 2)  # so the gradient is a broadcast
+
+
+_FEW = 8  # tokens that are added one by one
 
 
 def counted(first: jax.Array, begin: int, end: int) -> jax.Array:

@@ -87,8 +87,11 @@ class Rope:
 
     def table(self, positions: jax.Array) -> jax.Array:
         """float32 `[b, s, dims]` of positions int32 `[b, s]`: cos and sin of each pair's angle, by turns."""
-        angle = positions[..., None].astype(jnp.float32) * self.frequencies()[None, None]
-        return jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(*positions.shape, self.dims)
+        angle = positions[..., None].astype(jnp.float32) * np.repeat(self.frequencies(), 2)[None, None]
+        is_cos = (
+            np.arange(self.dims)[None, None] % 2 == 0
+        )  # not by a concatenation, with which XLA joins no other table
+        return jnp.where(is_cos, jnp.cos(angle), jnp.sin(angle))
 
 
 def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -144,17 +147,17 @@ def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arr
         return y.reshape(x.shape)
 
 
-def index_query(x: jax.Array, positions: jax.Array, rotation: Rope) -> tuple[jax.Array, jax.Array]:
-    """`rope_hadamard(x)` of x `[b, s, h, d]` in 8 bits, as `quantize_indexer` quantizes queries: float8_e4m3fn, and
-    float32 scales `[b, s, h]`. Where there is a kernel, in one pass; the gradient is then zero, as a choice's is.
+def index_query(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x `[b, s, h, d]`, turned by a `Rope.table` and multiplied by the Hadamard matrix, in 8 bits as `quantize_indexer`
+    quantizes queries: float8_e4m3fn, and float32 scales `[b, s, h]`. Where there is a kernel, in one pass. The gradient
+    is zero, as a choice's is.
     """
-    support = support_for("index_query", x, dims=rotation.dims)
+    x, support = lax.stop_gradient(x), support_for("index_query", x, dims=table.shape[-1])
     use = choose("index_query", None, support) if x.shape[-1] == _INDEX_D else KernelUse.NEVER
     if use == KernelUse.NEVER:
-        return quantize_rows(rope_hadamard(x, positions, rotation))
+        return quantize_rows(hadamard(turned(x, table, 1)))
     with jax.named_scope("rope"):
-        call = Call(_INDEX_QUERY, use, (), support)
-        codes, scales = without_gradient(call, lax.stop_gradient(x), rotation.table(positions))
+        codes, scales = without_gradient(Call(_INDEX_QUERY, use, (), support), x, table)
         return codes, scales
 
 

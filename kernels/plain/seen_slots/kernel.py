@@ -70,6 +70,7 @@ class Pages(NamedTuple):
     room: Int32  # entries of a sequence
     page: Int32  # entries; 0 without a table, where entries are slots
     pages: Int32  # of the pool
+    stride: Int32  # without a table: slots from the first one of a sequence to that of the next
 
 
 class Queries(NamedTuple):
@@ -104,11 +105,13 @@ class SeenSlotsKernel(Kernel):
         window_room: Int32,
         window_page: Int32,
         window_pages: Int32,
+        window_stride: Int32,
         table: cute.Pointer,
         width: Int32,
         room: Int32,
         page: Int32,
         pages: Int32,
+        stride: Int32,
         b: Int32,
         s_q: Int32,
         window: Int32,
@@ -121,8 +124,8 @@ class SeenSlotsKernel(Kernel):
     ):
         given = Given(lengths, position, indices, topk_length)
         made = Made(near, near_length, far, far_length)
-        of_window = Pages(window_table, window_width, window_room, window_page, window_pages)
-        compressed = Pages(table, width, room, page, pages)
+        of_window = Pages(window_table, window_width, window_room, window_page, window_pages, window_stride)
+        compressed = Pages(table, width, room, page, pages, stride)
         n = Queries(b, s_q, window, ratio, has_position, has_length, n_far, topk)
         tile = Int32(self.config.tile_n)
         ctas = b * s_q * (ceil_div(window, tile) + ceil_div(n_far, tile))
@@ -193,6 +196,9 @@ class SeenSlotsKernel(Kernel):
                 there = (slots[i] >= 0) & (pages[i] >= 0) & (pages[i] < pool.pages)
                 slot = pages[i] * pool.page + remainder(cutlass.max(slots[i], 0), pool.page)
                 slots[i] = slot if there else Int32(-1)
+        else:
+            for i in cutlass.range_constexpr(c.numbers):
+                slots[i] = slots[i] + sequence * pool.stride if slots[i] >= 0 else Int32(-1)
         for i in cutlass.range_constexpr(c.numbers):
             if column + i * c.threads < limit:
                 store(to + column + i * c.threads, slots[i])
@@ -202,7 +208,7 @@ class SeenSlotsKernel(Kernel):
 
     @staticmethod
     def _pool() -> tuple:
-        return *pointers("bfloat16", "int32"), *[i32()] * 4
+        return *pointers("bfloat16", "int32"), *[i32()] * 5
 
 
 def compile(variant: SeenSlots, out_dir: Path) -> Compiled:

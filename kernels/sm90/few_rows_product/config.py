@@ -10,6 +10,7 @@ CONSUMERS = 2  # warpgroups
 CHUNK = 4  # float32 numbers that a thread moves at once
 PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
 HEAD, DIMS = 512, 64  # numbers of a query head, and the last of them, which RoPE turns
+INDEX_D = WARP * CHUNK  # numbers of an indexer's query head
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Config:
     tile_m: int  # rows of a CTA
     norms: bool  # whether a cluster's columns are a query head, which gets norm and RoPE
     turns_back: bool  # whether x has heads, whose RoPE is turned back first
+    indexes: bool = False  # whether columns are an indexer's query heads, one to a CTA, which get RoPE and Hadamard
+    to_fp8: bool = False  # whether these are quantized
 
     @property
     def tile_n(self) -> int:

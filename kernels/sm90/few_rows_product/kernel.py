@@ -12,6 +12,9 @@ Where the rows are heads, consumers turn their last 64 numbers back in SMEM, a t
 The CTAs of a cluster share k: each has a part of it, and a row is the sum of the parts, in their order, which a warp
 reads from every CTA's shared memory (DSMEM). Or they share the columns of a query head, of which a warp then reads all,
 for the norm and RoPE. How k is cut does not depend on the rows, so neither do the bits of a row.
+
+The norm of a low-rank query has no pass of its own. Whoever makes the query leaves it times the norm's weight, and the
+sum of squares of each tile of columns. Whoever multiplies it divides the sums by the root mean square.
 """
 
 from pathlib import Path
@@ -22,14 +25,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.runtime import make_ptr
 
 from kernels.abi import FewRowsProduct
 from kernels.aot import Compiled
+from kernels.lib.fp8_rows import quantized, write_words
+from kernels.lib.hadamard import hadamard, rounded
 from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
 from kernels.lib.pipeline import Ring
 from kernels.lib.ptx import load_four_of, round_pair, store_shared_two
-from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, row_of
+from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, load, row_of, store
 from kernels.lib.softmax import by_row
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.turned import CHUNK as TURNED_AT_ONCE
@@ -47,7 +51,7 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .config import CHUNK, CONSUMERS, DIMS, HEAD, Config
+from .config import CHUNK, CONSUMERS, DIMS, HEAD, INDEX_D, Config
 
 CONSUMED, TURNED = 1, 2  # named barriers of all consumers
 
@@ -61,6 +65,33 @@ class Extents(NamedTuple):
     groups: Int32  # matrices, each with its own part of a row of x
 
 
+class LowRank(NamedTuple):
+    """The first columns of y, as a low-rank query before its norm."""
+
+    gain: cute.Pointer  # float32 [columns], the norm's weight
+    query: cute.Pointer  # [rows, columns] like x: these columns times the weight
+    squares: cute.Pointer  # float32 [rows, columns / tile_n]: the sum of squares of each tile
+    columns: Int32  # a multiple of tile_n; 0 for none
+
+
+class Norm(NamedTuple):
+    """Of x, whose rows are left to be divided by their root mean square; and its eps, also that of query heads."""
+
+    eps: Float32
+    squares: cute.Pointer  # float32 [rows, tiles]: sums of squares, which add up to that of a row of k numbers
+    tiles: Int32  # at most WARP; 0 where x is as it should be
+
+
+class Weights(NamedTuple):
+    """Of an indexer's query heads."""
+
+    given: cute.Pointer  # float32 [rows, columns]: those from `column` on, one for each head
+    made: cute.Pointer  # float32 [rows, heads]: times `scale`, and times the scale of a quantized row
+    columns: Int32
+    column: Int32
+    scale: Float32
+
+
 class FewRowsProductSm90(Kernel):
     symbol = "few_rows_product_sm90"
 
@@ -71,7 +102,17 @@ class FewRowsProductSm90(Kernel):
         w: cute.Pointer,  # [groups, k, n]
         y: cute.Pointer,  # [rows, groups, n]
         table: cute.Pointer,  # float32 [rows, DIMS]: cos and sin by turns, of each row; read where heads are turned
-        eps: Float32,  # the same
+        eps: Float32,
+        gain: cute.Pointer,  # `LowRank`
+        low: cute.Pointer,
+        squares: cute.Pointer,
+        low_columns: Int32,
+        square_tiles: Int32,  # `Norm`
+        given: cute.Pointer,  # `Weights`
+        weights: cute.Pointer,
+        columns: Int32,
+        column: Int32,
+        scale: Float32,
         rows: Int32,
         k: Int32,
         n: Int32,
@@ -87,11 +128,15 @@ class FewRowsProductSm90(Kernel):
         )
         tiles = ceil_div(rows, Int32(c.tile_m)) * ceil_div(n, Int32(c.tile_n)) * groups
         ctas = tiles if cutlass.const_expr(c.norms) else tiles * c.cluster
-        turn = (table, eps) if cutlass.const_expr(c.norms) else (table,) if cutlass.const_expr(c.turns_back) else None
-        self.launch(maps, y, turn, Extents(rows, k, n, groups), ctas=ctas, stream=stream, cluster=c.cluster)
+        how = (table,) if cutlass.const_expr(c.turns_back) else LowRank(gain, low, squares, low_columns)
+        if cutlass.const_expr(c.norms or c.indexes):
+            how = (table, Norm(eps, squares, square_tiles))
+        if cutlass.const_expr(c.indexes):
+            how = (*how, Weights(given, weights, columns, column, scale))
+        self.launch(maps, y, how, Extents(rows, k, n, groups), ctas=ctas, stream=stream, cluster=c.cluster)
 
     @cute.kernel
-    def kernel(self, maps: tuple, y: cute.Pointer, turn: tuple | None, n: Extents):
+    def kernel(self, maps: tuple, y: cute.Pointer, how: tuple, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = TileAllocator(self.dtype)
@@ -116,7 +161,7 @@ class FewRowsProductSm90(Kernel):
             tile = column_tile * c.cluster + rank
         partial = x.iterator.toint()
         if warp < 4 * CONSUMERS:
-            self.consume(ring, x, w, partial, first, last, turn, row_tile * c.tile_m, n.rows)
+            self.consume(ring, x, w, partial, first, last, how, row_tile * c.tile_m, n.rows)
         else:
             self.produce(ring, x, w, maps, (row_tile, tile, group), first, last)
         cute.arch.cluster_arrive()
@@ -124,9 +169,11 @@ class FewRowsProductSm90(Kernel):
         if warp < 4 * CONSUMERS:
             row0 = row_tile * c.tile_m
             if cutlass.const_expr(c.norms):
-                self.finish_head(partial, rank, row0, column_tile, y, turn, n)
+                self.finish_head(partial, rank, row0, column_tile, y, how, n)
+            elif cutlass.const_expr(c.indexes):
+                self.finish_index_query(partial, rank, row0, column_tile, y, how, n)
             else:
-                self.finish_sum(partial, rank, row0, column_tile, group, y, n)
+                self.finish_sum(partial, rank, row0, column_tile, group, y, how, n)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()  # nobody leaves while others read its sums
 
@@ -155,7 +202,7 @@ class FewRowsProductSm90(Kernel):
         partial: Int32,
         first: Int32,
         last: Int32,
-        turn: tuple | None,
+        how: tuple,
         row0: Int32,
         rows: Int32,
     ):
@@ -170,7 +217,7 @@ class FewRowsProductSm90(Kernel):
         acc = accumulator(mma, c.mma_n)
         rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
         if cutlass.const_expr(c.turns_back):
-            read_rotations(turn[0], rotations, row0, rows)
+            read_rotations(how[0], rotations, row0, rows)
         for t in cutlass.range(last - first, unroll=1):
             state = ring.at(t)
             state.wait_full()
@@ -204,7 +251,15 @@ class FewRowsProductSm90(Kernel):
 
     @cute.jit
     def finish_sum(
-        self, partial: Int32, rank: Int32, row0: Int32, column_tile: Int32, group: Int32, y: cute.Pointer, n: Extents
+        self,
+        partial: Int32,
+        rank: Int32,
+        row0: Int32,
+        column_tile: Int32,
+        group: Int32,
+        y: cute.Pointer,
+        low: tuple,
+        n: Extents,
     ):
         """A CTA's rows of the cluster's tile: the sums of all parts, in order."""
         c, lane = self.config, cute.arch.lane_idx()
@@ -214,14 +269,34 @@ class FewRowsProductSm90(Kernel):
             if row0 + row < n.rows:
                 for chunk in cutlass.range_constexpr(c.tile_n // (WARP * CHUNK)):
                     column = (chunk * WARP + lane) * CHUNK
-                    place = partial + (row * c.pitch + column) * 4
-                    parts = [load_four_of(place, p) for p in range(c.cluster)]
-                    total = list(parts[0])
-                    for part in parts[1:]:
-                        total = [a + b for a, b in zip(total, part, strict=True)]
+                    total = self.total(partial + (row * c.pitch + column) * 4)
                     at = column_tile * c.tile_n + column
                     if at < n.n:
                         put(y + ((Int64(row0 + row) * n.groups + group) * n.n + at), total)
+                    if cutlass.const_expr(y.dtype is Float32):
+                        self.put_low_rank(low, row0 + row, column_tile, column, total)
+
+    def total(self, place: Int32) -> list:
+        """A lane's numbers of a row: the sums of all parts, in order."""
+        first, *others = [load_four_of(place, p) for p in range(self.config.cluster)]
+        for part in others:
+            first = [a + b for a, b in zip(first, part, strict=True)]
+        return list(first)
+
+    @cute.jit
+    def put_low_rank(self, low: LowRank, row: Int32, column_tile: Int32, column: Int32, numbers: list):
+        """A warp's row of a tile of columns, if it is of the low-rank query."""
+        c, lane = self.config, cute.arch.lane_idx()
+        at = column_tile * c.tile_n + column
+        if at < low.columns:
+            squares = Float32(0.0)
+            for x in numbers:
+                squares += x * x
+            squares = cute.arch.warp_reduction_sum(squares)
+            gains = four_of(low.gain + at)
+            put(low.query + (Int64(row) * low.columns + at), [x * g for x, g in zip(numbers, gains, strict=True)])
+            if lane == 0:
+                store(low.squares + (Int64(row) * (low.columns // c.tile_n) + column_tile), squares)
 
     @cute.jit
     def finish_head(
@@ -231,44 +306,124 @@ class FewRowsProductSm90(Kernel):
         row0: Int32,
         head: Int32,
         y: cute.Pointer,
-        turn: tuple,
+        how: tuple,
         n: Extents,
     ):
         """A CTA's rows of the cluster's head: its columns from all CTAs, divided by their root mean square, the last
         ones turned."""
-        c, lane, (table, eps) = self.config, cute.arch.lane_idx(), turn
+        c, lane, (table, norm) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first_lane = WARP - DIMS // CHUNK  # of those that turn their last numbers
         for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
             row = rank * c.rows_of_cta + i
             if row0 + row < n.rows:
-                chunks = []
+                of_x, cos_sin, chunks = squares_of(norm, row0 + row), rotation(table, row0 + row), []
                 for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
                     column = (chunk * WARP + lane) * CHUNK
                     here = partial + (row * c.pitch + column % c.tile_n) * 4
                     chunks.append(load_four_of(here, chunk * WARP * CHUNK // c.tile_n))
+                of_row = factor(norm, of_x, n.k)
+                chunks = [[x * of_row for x in chunk] for chunk in chunks]
                 squares = Float32(0.0)
                 for x in [x for chunk in chunks for x in chunk]:
                     squares += x * x
                 squares = cute.arch.warp_reduction_sum(squares)
-                factor = cute.math.rsqrt(squares * (1.0 / HEAD) + eps, fastmath=True)
-                cos_sin = [Float32(1.0), Float32(0.0), Float32(1.0), Float32(0.0)]
-                if lane >= first_lane:
-                    place = table + (Int64(row0 + row) * DIMS + (lane - first_lane) * CHUNK)
-                    numbers = cute.make_rmem_tensor(CHUNK, Float32)
-                    cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), numbers)
-                    cos_sin = [numbers[j] for j in range(CHUNK)]
+                of_head = cute.math.rsqrt(squares * (1.0 / HEAD) + norm.eps, fastmath=True)
                 for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
-                    z = [x * factor for x in chunks[chunk]]
+                    z = [x * of_head for x in chunks[chunk]]
                     if cutlass.const_expr(chunk == HEAD // (WARP * CHUNK) - 1):
-                        z = [f for j in (0, 2) for f in turned(z[j], z[j + 1], cos_sin[j], cos_sin[j + 1])]
+                        z = turned_by(z, cos_sin)
                     at = Int64(row0 + row) * n.n + head * HEAD + (chunk * WARP + lane) * CHUNK
                     put(y + at, z)
 
+    @cute.jit
+    def finish_index_query(
+        self, partial: Int32, rank: Int32, row0: Int32, head: Int32, y: cute.Pointer, how: tuple, n: Extents
+    ):
+        """A CTA's rows of the cluster's head of an indexer's query: turned, transformed and perhaps quantized, rounded
+        after each step as an array is; and the head's weights."""
+        c, lane, (table, norm, weights) = self.config, cute.arch.lane_idx(), how
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+            row = rank * c.rows_of_cta + i
+            if row0 + row < n.rows:
+                at, of_x, cos_sin = Int64(row0 + row), squares_of(norm, row0 + row), rotation(table, row0 + row)
+                weight = load(weights.given + (at * weights.columns + weights.column + head))
+                total = self.total(partial + (row * c.pitch + lane * CHUNK) * 4)
+                of_row, weight = factor(norm, of_x, n.k), weight * weights.scale
+                values = cute.make_rmem_tensor(CHUNK, Float32)
+                fill(values, [x * of_row for x in total])
+                rounded(values, self.dtype)
+                fill(values, turned_by([values[j] for j in range(CHUNK)], cos_sin))
+                rounded(values, self.dtype)
+                hadamard(values, lane, INDEX_D)
+                place = y + ((at * n.n + head * INDEX_D) + lane * CHUNK)
+                if cutlass.const_expr(c.to_fp8):
+                    rounded(values, self.dtype)
+                    words, of_codes = quantized(values, WARP)
+                    write_words(words, place, CHUNK // 4)
+                    weight *= of_codes
+                else:
+                    put(place, [values[j] for j in range(CHUNK)])
+                if lane == 0:
+                    store(weights.made + (at * (n.n // INDEX_D) + head), weight)
+
     def examples(self, variant: FewRowsProduct) -> tuple:
-        y = make_ptr(Float32 if variant.to_float32 else self.dtype, 16, cute.AddressSpace.gmem, assumed_align=16)
-        x, w, table = pointers(variant.dtype, "x", "w", "float32")
-        return x, w, y, table, Float32(1e-6), *(i32() for _ in range(4))
+        result = "float32" if variant.to_float32 else "bytes" if variant.to_fp8 else variant.dtype
+        x, w, y, table, gain, low, squares, given, weights = pointers(
+            variant.dtype, "x", "w", result, "float32", "float32", "x", *["float32"] * 3
+        )
+        number = Float32(1e-6)
+        return (
+            *(x, w, y, table, number, gain, low, squares, i32(), i32()),
+            *(given, weights, i32(), i32(), number, *(i32() for _ in range(4))),
+        )
+
+
+@cute.jit
+def squares_of(norm: Norm, row: Int32) -> Float32:
+    """A lane's sum of squares of a row of x: asked for, and not yet waited for."""
+    lane, found = cute.arch.lane_idx(), Float32(0.0)
+    if lane < norm.tiles:
+        found = load(norm.squares + (Int64(row) * norm.tiles + lane))
+    return found
+
+
+@cute.jit
+def factor(norm: Norm, squares: Float32, k: Int32) -> Float32:
+    """What a row of x is left to be multiplied by, of `squares_of` it."""
+    found = Float32(1.0)
+    if norm.tiles > 0:
+        found = cute.math.rsqrt(cute.arch.warp_reduction_sum(squares) / Float32(k) + norm.eps, fastmath=True)
+    return found
+
+
+@cute.jit
+def rotation(table: cute.Pointer, row: Int32) -> list:
+    """cos and sin of a lane's two pairs of the last numbers of a row's head; 1 and 0 where they are not turned."""
+    lane, first_lane = cute.arch.lane_idx(), WARP - DIMS // CHUNK
+    numbers = cute.make_rmem_tensor(CHUNK, Float32)
+    for j in cutlass.range_constexpr(CHUNK):
+        numbers[j] = Float32((j + 1) % 2)
+    if lane >= first_lane:
+        place = table + (Int64(row) * DIMS + (lane - first_lane) * CHUNK)
+        cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), numbers)
+    return [numbers[j] for j in range(CHUNK)]
+
+
+def turned_by(z: list, cos_sin: list) -> list:
+    """A lane's two pairs."""
+    return [x for j in (0, 2) for x in turned(z[j], z[j + 1], cos_sin[j], cos_sin[j + 1])]
+
+
+def four_of(place: cute.Pointer) -> list:
+    numbers = cute.make_rmem_tensor(CHUNK, Float32)
+    cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), numbers)
+    return [numbers[j] for j in range(CHUNK)]
+
+
+def fill(values: cute.Tensor, numbers: list) -> None:
+    for j, x in enumerate(numbers):
+        values[j] = x
 
 
 @cute.jit
@@ -300,5 +455,7 @@ def put(target: cute.Pointer, values: list) -> None:
 
 def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:
     tile_m = ROWS_OF_WARPGROUP if variant.max_rows <= ROWS_OF_WARPGROUP else CONSUMERS * ROWS_OF_WARPGROUP
-    config = Config(variant.dtype, variant.parts, tile_m, variant.norms, variant.turns_back)
+    makes = {"norms": variant.norms, "turns_back": variant.turns_back}
+    makes |= {"indexes": variant.indexes, "to_fp8": variant.to_fp8}
+    config = Config(variant.dtype, variant.parts, tile_m, **makes)
     return FewRowsProductSm90(config).compile(variant, out_dir, ctas=config.ctas, cluster=config.cluster)

@@ -70,6 +70,11 @@ class Config:
         return 4 * self.tile_n * self.chunk
 
     @property
+    def stages_sums(self) -> bool:
+        """Whether a chunk of dKV passes through SMEM, so that a warp adds 128 bytes or more of a key at a time."""
+        return self.cluster == 1 or self.deterministic
+
+    @property
     def half(self) -> int:
         return self.d // 2
 
@@ -100,7 +105,7 @@ class Config:
         at_launch = registers_at_launch(self.threads)
         if sum(self.registers) > 3 * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
-        if self.deterministic and self.cluster > 1:
-            raise ValueError("what a cluster adds up goes out by four numbers, not in fixed point")
+        if self.deterministic and self.cluster > 1 and self.chunks_of_left:
+            raise ValueError("left has no SMEM of its own in a cluster, through which numbers of fixed point go out")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")

@@ -41,6 +41,8 @@ from kernels.lib.wgmma import (
 
 from .smem import RIGHT, Barriers, Shared
 
+FOUR_ROWS = 4 * 128  # bytes of 32 columns of four keys
+
 
 @dataclass(frozen=True)
 class Destination:
@@ -146,8 +148,8 @@ class KvGradient:
                 listed = tuple(listed[staged_row(thread, i)] for i in range(4))
         else:
             listed = tuple(listed[row_of(thread, r)] for r in range(ROWS))
-            if self.merges:
-                column = column + self.rank * c.chunk
+        if self.merges:
+            column = column + self.rank * c.chunk
         step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
         return Destination(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes))
 
@@ -166,25 +168,27 @@ class KvGradient:
                 if cutlass.const_expr(chunk.own):
                     state.expect_full(c.slot_bytes // WARPGROUP)
                     state.wait_full()
+                    add_received(acc, self.place_of(chunk))
                 else:
                     state.wait_empty()
                     send(self.peer(bar), acc, self.place_of(chunk), state.full)
-            has_next = i + c.under_way < len(self.chunks)
-            if cutlass.const_expr(c.cluster == 1):
-                slot = self.slots[0].iterator.toint() + self.thread // WARP * (c.slot_bytes // 4)
-                stage_rows(acc, slot)
+            has_next, taken = i + c.under_way < len(self.chunks), self.merges and chunk.own
+            if cutlass.const_expr(chunk.own and c.stages_sums):
+                stage = self.stage_of(chunk)
+                stage_rows(acc, stage, self.four_rows)
                 if cutlass.const_expr(has_next):
                     self.make(i + c.under_way)
                 if cutlass.const_expr(c.deterministic):
-                    add_in_fixed_point(slot, to, chunk.column0, self.resolution)
+                    add_in_fixed_point(stage, self.four_rows, to, chunk.column0, self.resolution)
                 else:
-                    add_staged(slot, to, chunk.column0)
+                    add_staged(stage, to, chunk.column0)
+                if cutlass.const_expr(taken):
+                    self.peer(bar).arrive(bar.received(chunk.pair % 2).empty)
             else:
                 if cutlass.const_expr(chunk.own):
-                    received = self.place_of(chunk) if self.merges else None
-                    add_by_quads(acc, received, to, chunk.column0)
-                    if cutlass.const_expr(self.merges):
-                        self.peer(bar).arrive(bar.received(chunk.pair % 2).empty)
+                    add_by_quads(acc, to, chunk.column0)
+                if cutlass.const_expr(taken):
+                    self.peer(bar).arrive(bar.received(chunk.pair % 2).empty)
                 if cutlass.const_expr(has_next):
                     self.make(i + c.under_way)
 
@@ -197,6 +201,18 @@ class KvGradient:
         """The place of this thread's part of the peer's numbers. No two chunks of a tile have the same place; otherwise
         ptxas keeps the addresses from one to the next, and there are no registers for them."""
         return self.slots[chunk.pair % 2].iterator.toint() + (self.thread ^ chunk.pair // 2) * 16
+
+    def stage_of(self, chunk: Chunk) -> Int32:
+        """A warp's own SMEM, through which its 16 keys go out: in a cluster, where the peer's numbers for it were."""
+        slot = self.slots[chunk.pair % len(self.slots)].iterator.toint()
+        if self.merges:
+            return slot + thread_again() // WARP * FOUR_ROWS
+        return slot + self.thread // WARP * (self.config.slot_bytes // 4)
+
+    @property
+    def four_rows(self) -> int:
+        """Bytes there from four keys to the next four."""
+        return 4 * FOUR_ROWS if self.merges else FOUR_ROWS
 
     @property
     def pieces(self) -> set[int]:
@@ -211,46 +227,57 @@ class KvGradient:
                 arrive_if(bar.q(piece).empty, last)
 
 
+def place_of_row(row: Int32 | int, four_rows: int) -> Int32 | int:
+    """Of 32 columns of a warp's key in its SMEM."""
+    return row * 128 if four_rows == FOUR_ROWS else row // 4 * four_rows + row % 4 * 128
+
+
 def staged_row(thread: Int32, i: int) -> Int32:
     """The i-th key of a tile that a thread adds to out of `stage_rows`' SMEM."""
     return thread // WARP * 16 + i * 4 + thread % WARP // 8
 
 
 @cute.jit
-def stage_rows(acc: cute.Tensor, slot: Int32):
+def stage_rows(acc: cute.Tensor, stage: Int32, four_rows: cutlass.Constexpr = FOUR_ROWS):
     """Writes 32 columns of a warp's 16 keys to its own 2 KiB of SMEM, row by row as they lie in memory; odd rows have
     their halves swapped, because two rows are written at once.
     """
     lane = cute.arch.lane_idx()
     rows = by_row(acc)
-    row0 = slot + lane // 4 * 128 + lane % 8 * 16
+    row0 = stage + place_of_row(lane // 4, four_rows) + lane % 8 * 16
     for r in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
-            store_shared_four((row0 ^ i * 64) + r * 8 * 128, *(rows[r, 4 * i + j] for j in range(4)))
+            store_shared_four((row0 ^ i * 64) + r * 2 * four_rows, *(rows[r, 4 * i + j] for j in range(4)))
     cute.arch.sync_warp()
 
 
 @cute.jit
-def add_staged(slot: Int32, to: Destination, column0: cutlass.Constexpr):
+def add_staged(stage: Int32, to: Destination, column0: cutlass.Constexpr):
     """Adds from there to memory, 128 bytes of a key at a time, because L2 takes the same number of requests a second
     whatever their size.
     """
     lane = cute.arch.lane_idx()
-    of_lane = slot + lane // 8 * 128 + (lane % 8 ^ lane // 8 % 2 * 4) * 16
+    of_lane = stage + lane // 8 * 128 + (lane % 8 ^ lane // 8 % 2 * 4) * 16
     for first in cutlass.range_constexpr(0, 4, 2):
-        values = tuple(load_shared_four(of_lane + i * 4 * 128) for i in (first, first + 1))
+        values = tuple(load_shared_four(of_lane + i * FOUR_ROWS) for i in (first, first + 1))
         for i in cutlass.range_constexpr(2):
             add_four(*to.of_key(first + i), column0 * 4, *values[i])
     cute.arch.sync_warp()
 
 
 @cute.jit
-def add_in_fixed_point(slot: Int32, to: Destination, column0: cutlass.Constexpr, resolution: cute.Pointer):
+def add_in_fixed_point(
+    stage: Int32,
+    four_rows: cutlass.Constexpr,
+    to: Destination,
+    column0: cutlass.Constexpr,
+    resolution: cute.Pointer,
+):
     """Adds from there to memory in fixed point, in which sums do not depend on order: 32 columns of a key at a time."""
     lane, warp = cute.arch.lane_idx(), thread_again() // WARP
     unit = load_again(resolution.toint())
     for row in cutlass.range_constexpr(16):
-        value = load_shared(slot + row * 128 + (lane ^ row % 2 * 16) * 4)
+        value = load_shared(stage + place_of_row(row, four_rows) + (lane ^ row % 2 * 16) * 4)
         key = to.keys[warp * 16 + row]
         place = to.first + Int64(cutlass.max(key, Int32(0))) * to.step
         add_fixed(place, key, column0 * 8, value * unit)
@@ -258,16 +285,22 @@ def add_in_fixed_point(slot: Int32, to: Destination, column0: cutlass.Constexpr,
 
 
 @cute.jit
-def add_by_quads(acc: cute.Tensor, received: Int32 | None, to: Destination, column0: cutlass.Constexpr):
-    """Adds the numbers directly, 64 bytes of a key at a time, with the peer's."""
+def add_received(acc: cute.Tensor, received: Int32):
+    """Adds the peer's numbers to the accumulator."""
     rows = by_row(acc)
     quads = cute.size(rows, mode=[1]) // 4
-    if cutlass.const_expr(received is not None):
-        theirs = [load_shared_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
-        for r in cutlass.range_constexpr(ROWS):
-            for i in cutlass.range_constexpr(4 * quads):
-                rows[r, i] = rows[r, i] + theirs[r * quads + i // 4][i % 4]
-        cute.arch.sync_warp()
+    theirs = [load_shared_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
+    for r in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(4 * quads):
+            rows[r, i] = rows[r, i] + theirs[r * quads + i // 4][i % 4]
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def add_by_quads(acc: cute.Tensor, to: Destination, column0: cutlass.Constexpr):
+    """Adds the numbers directly, 64 bytes of a key at a time."""
+    rows = by_row(acc)
+    quads = cute.size(rows, mode=[1]) // 4
     for r in cutlass.range_constexpr(ROWS):
         where, there = to.of_key(r)
         for i in cutlass.range_constexpr(quads):

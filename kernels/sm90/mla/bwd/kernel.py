@@ -438,15 +438,14 @@ class MlaBwdSm90(MlaBackwardKernel):
 
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
     one_tile = variant.max_heads <= 64  # a tile of rows has all heads of one query, whose keys no other tile has
-    cluster = 1 if one_tile or variant.deterministic else CLUSTER
     config = Config(
         variant.d,
         variant.dtype,
         variant.sources,
+        # 64-bit sums take four times as many instructions, for which left has no registers
+        chunks_of_left=0 if variant.deterministic else Config.chunks_of_left,
         deterministic=variant.deterministic,
-        cluster=cluster,
+        cluster=1 if one_tile else CLUSTER,
         turns=variant.turns,
     )
-    if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
-        config = replace(config, chunks_of_left=0)
     return MlaBwdSm90(config).compile(variant, out_dir, cluster=config.cluster)

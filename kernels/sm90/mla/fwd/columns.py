@@ -4,17 +4,18 @@ Where tiles of rows are too few for the chip, CTAs share a tile's keys for the s
 depends on no other one. The sums over keys have an order, so CTAs share out the columns of o: here each has 64 of them,
 and adds all keys in the order in which `mla_fwd_sm90` does. Nothing is merged, and no sum is taken in parts.
 
-    left    P of even tiles, as both halves of o want it    -> SMEM     P of the next pair
-                                                                \\
-    right   P of odd tiles -> SMEM                                > o += P0 V0, o += P1 V1, or in the other order
+    left    P of even tiles, as this half of o wants it -> SMEM  \\
+    right   P of odd tiles                              -> SMEM   > middle   o += P0 V0, o += P1 V1, or the other way
 
 The greatest score of every tile is known from the start. So each side knows the running maxima without the other, and
-a thread's exponentials, sums and factors are those of `kernels.lib.softmax`, in the same order. A warp loads scores and
-columns of keys. All CTAs of a row tile compute the same P: what that costs is less than what another launch would.
+runs ahead of the products as far as there are places for P; a thread's exponentials, sums and factors are those of
+`kernels.lib.softmax`, in the same order. A warp loads scores and columns of keys. All CTAs of a row tile compute the
+same P: what that costs is less than what another launch would.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,7 +30,7 @@ from kernels.lib.output import store_output
 from kernels.lib.pipeline import Ring
 from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import BoxedRows, Extents, PlacedTile, divide, extents, load, row_of
-from kernels.lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
+from kernels.lib.softmax import ROWS, RowResults, Softmax, scale_rows
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
@@ -37,6 +38,7 @@ from kernels.lib.wgmma import (
     SLAB,
     accumulator,
     multiply,
+    not_,
     operand_a,
     operand_b,
     round_to,
@@ -51,74 +53,52 @@ from .columns_config import CHUNK, EACH, SCORES, SCORES_BYTES, TILE, Between, Co
 from .consumer import hand_over, take_over
 from .smem import EVEN, LEFT, ODD, RIGHT
 
-BOTH_MET = 1  # a named barrier: all threads of both sides
+ALL_MET = 1  # a named barrier: all threads but those of the warp that loads
 
 
 @dataclass(frozen=True)
 class Shared:
     scores: cute.Tensor  # (SCORES, stage), as they lie in memory
     v: cute.Tensor  # (keys, columns, stage)
-    p: cute.Tensor  # (64, keys, place): of both tiles of a pair, of two pairs by turns
-    sums: cute.Tensor  # (64, 1): left's, at last
-    ring: Ring  # of tiles of keys: scores and columns
+    p: cute.Tensor  # (64, keys, place)
+    sums: cute.Tensor  # (64, side), at last
+    keys: Ring  # of tiles of keys: scores and columns
+    weights: Ring  # of tiles of keys: P
 
     @staticmethod
     def allocate(c: Config, dtype) -> "Shared":
         smem = TileAllocator(dtype)
-        v, p = smem.tile(TILE, c.tile_n, c.stages), smem.tile(c.tile_m, TILE, 4)
+        v, p = smem.tile(TILE, c.tile_n, c.stages), smem.tile(c.tile_m, TILE, c.places)
         scores = smem.allocate_tensor(Float32, cute.make_layout((SCORES, c.stages)), 128)
-        sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 1)), 16)
-        return Shared(scores, v, p, sums, Ring(*(smem.allocate_array(Int64, c.stages) for _ in range(2)), c.stages))
+        sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
+        rings = (Ring(*(smem.allocate_array(Int64, n) for _ in range(2)), n) for n in (c.stages, c.places))
+        return Shared(scores, v, p, sums, *rings)
 
     def initialise(self) -> None:
-        """By one thread: right reads the columns of all tiles, left the scores of even ones."""
-        for stage in range(self.ring.stages):
-            readers = (2 if stage % 2 == EVEN else 1) * WARPGROUP
-            Ring(self.ring.full + stage, self.ring.empty + stage).initialise(1, readers)
-
-    @staticmethod
-    def place(pair: Int32, which: int) -> Int32:
-        """The place of P of a pair's tile."""
-        return pair % 2 * 2 + which
+        """By one thread: a side reads a tile's scores, and the middle its columns."""
+        self.keys.initialise(1, 2 * WARPGROUP)
+        self.weights.initialise(WARPGROUP, WARPGROUP)
 
 
 @dataclass(frozen=True)
-class Side:
-    """A thread's state."""
+class Tops:
+    """The greatest scores of a pair's tiles, by (tile, ROWS): of this pair, and of the next one."""
 
-    smem: Shared
-    thread: Int32
-    softmax: Softmax  # of this side's tiles
-    scores: cute.Tensor  # of this side's tile of a pair; then their exponentials
-    tops: cute.Tensor  # (tile of a pair, ROWS): the greatest of each row
-    next_tops: cute.Tensor
-    qk: cute.TiledMma  # whose accumulator scores are
-    p: cute.Tensor  # rounded
-    out: cute.Tensor  # right's alone, as what follows
-    steps: Softmax  # its maximum rises by single tiles
+    now: cute.Tensor
+    next: cute.Tensor
+
+    @staticmethod
+    def of() -> "Tops":
+        return Tops(*(cute.make_rmem_tensor((2, ROWS), Float32) for _ in range(2)))
+
+
+class Products(NamedTuple):
+    """o += P V"""
+
     pv: cute.TiledMma
     a: cute.Tensor
     b: cute.Tensor
-
-    @staticmethod
-    def of(smem: Shared, dtype, scale_log2: Float32) -> "Side":
-        qk, pv = tiled_mma(dtype, TILE, K_MAJOR), tiled_mma(dtype, SLAB, MN_MAJOR)
-        scores, tops = accumulator(qk, TILE), cute.make_rmem_tensor((2, ROWS), Float32)
-        return Side(
-            smem,
-            cute.arch.thread_idx()[0] % WARPGROUP,
-            Softmax.of(scale_log2),
-            scores,
-            tops,
-            next_tops=cute.make_rmem_tensor((2, ROWS), Float32),
-            qk=qk,
-            p=cute.make_rmem_tensor(EACH, dtype),
-            out=accumulator(pv, SLAB),
-            steps=Softmax.of(scale_log2),
-            pv=pv,
-            a=operand_a(pv, smem.p),
-            b=operand_b(pv, transposed(smem.v)),
-        )
+    out: cute.Tensor
 
 
 class MlaColumnsSm90(Kernel):
@@ -173,18 +153,21 @@ class MlaColumnsSm90(Kernel):
         tile = PlacedTile(n, Int32(0), batch, Int32(0), inner * n.box_inner, outer, outer)
         results = RowResults(sink, lse, lse)
         cute.arch.griddepcontrol_wait()
-        if warp == 8:
-            self.load(smem, columns, left, tile, column, load(left.counts + query))
-        elif column < c.d // c.tile_n // 2:
-            if warp < 4:
-                self.attend(LEFT, LEFT, smem, left, tile, results, o, column, scale_log2)
+        count, first = load(left.counts + query), left.of_rows(tile)
+        is_left = column < c.d // c.tile_n // 2
+        if warp == 12:
+            self.load(smem, columns, left, tile, column, count)
+        elif warp >= 8:
+            if is_left:
+                self.add(LEFT, smem, left, tile, results, o, column, scale_log2, count, first)
             else:
-                self.attend(RIGHT, LEFT, smem, left, tile, results, o, column, scale_log2)
+                self.add(RIGHT, smem, left, tile, results, o, column, scale_log2, count, first)
+        elif warp >= 4:
+            self.weigh(RIGHT, RIGHT, smem, left, scale_log2, count, first)
+        elif is_left:
+            self.weigh(LEFT, LEFT, smem, left, scale_log2, count, first)
         else:
-            if warp < 4:
-                self.attend(LEFT, RIGHT, smem, left, tile, results, o, column, scale_log2)
-            else:
-                self.attend(RIGHT, RIGHT, smem, left, tile, results, o, column, scale_log2)
+            self.weigh(LEFT, RIGHT, smem, left, scale_log2, count, first)
 
     @cute.jit
     def load(self, smem: Shared, columns: tuple, left: Between, tile: PlacedTile, column: Int32, count: Int32):
@@ -195,7 +178,7 @@ class MlaColumnsSm90(Kernel):
         bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=8 * SCORES_BYTES)
         first = left.scores + left.of_rows(tile) * SCORES
         for t in cutlass.range(count, unroll=1):
-            state = smem.ring.at(t)
+            state = smem.keys.at(t)
             state.wait_empty()
             source = cute.make_tensor((first + t * SCORES).align(16), cute.make_layout(SCORES))
             with cute.arch.elect_one():
@@ -204,9 +187,81 @@ class MlaColumnsSm90(Kernel):
             cute.copy(atom, gV[None, t, column], sV[None, state.index], tma_bar_ptr=state.full)
 
     @cute.jit
-    def attend(
+    def weigh(
         self,
         side: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        smem: Shared,
+        left: Between,
+        scale_log2: Float32,
+        count: Int32,
+        first: Int64,
+    ):
+        """One warpgroup: P of every other tile, in a CTA with columns of this half of o."""
+        s, tops, thread = Softmax.of(scale_log2), Tops.of(), cute.arch.thread_idx()[0] % WARPGROUP
+        s.reset()
+        self.read_ahead(tops, left, first, 0, count, thread)
+        for pair in cutlass.range(count // 2, unroll=1):
+            self.weigh_pair(side, half, smem, s, tops, left, first, pair, count, thread)
+        if count % 2 == 1:
+            self.weigh_pair(side, half, smem, s, tops, left, first, count // 2, count, thread, has_odd=False)
+        s.sum_columns()
+        hand_over(smem.sums, side, s.row_sum, thread)
+        self.meet()
+
+    @cute.jit
+    def weigh_pair(
+        self,
+        side: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        smem: Shared,
+        s: Softmax,
+        tops: Tops,
+        left: Between,
+        first: Int64,
+        pair: Int32,
+        count: Int32,
+        thread: Int32,
+        has_odd: cutlass.Constexpr = True,
+    ):
+        """P of this side's tile of a pair."""
+        qk = tiled_mma(self.dtype, TILE, K_MAJOR)  # whose accumulator scores are
+        scores, p = accumulator(qk, TILE), cute.make_rmem_tensor(EACH, self.dtype)
+        self.go_on(tops, left, first, pair, count, thread)
+        t = 2 * pair + side
+        if cutlass.const_expr(side == LEFT or has_odd):
+            self.read_scores(smem, scores, t, thread)
+        if cutlass.const_expr(side == LEFT):
+            self.left_weights(half, s, tops, scores, p, has_odd)
+        else:
+            self.rise(s, tops, *((EVEN, ODD) if has_odd else (EVEN,)))
+            if cutlass.const_expr(has_odd):
+                s.exponentiate(scores)
+                round_to(p, scores)
+        if cutlass.const_expr(side == LEFT or has_odd):
+            place = smem.weights.at(t)
+            place.wait_empty()
+            store_rows(qk, scores, p, smem.p[None, None, place.index], thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            place.arrive_full()
+
+    def left_weights(
+        self, half: int, s: Softmax, tops: Tops, scores: cute.Tensor, p: cute.Tensor, has_odd: bool
+    ) -> None:
+        """P of an even tile under the maximum so far, or for the right half of o under that with the odd tile."""
+        self.rise(s, tops, EVEN)
+        s.exponentiate(scores)
+        if half == LEFT or not has_odd:
+            round_to(p, scores)
+        if has_odd:
+            self.rise(s, tops, ODD)
+            if half == RIGHT:
+                scale_rows(scores, s.factor)
+                round_to(p, scores)
+
+    @cute.jit
+    def add(
+        self,
         half: cutlass.Constexpr,
         smem: Shared,
         left: Between,
@@ -215,154 +270,106 @@ class MlaColumnsSm90(Kernel):
         o: cute.Pointer,
         column: Int32,
         scale_log2: Float32,
+        count: Int32,
+        first: Int64,
     ):
-        """One warpgroup, in a CTA with columns of this half of o."""
-        c, w = self.config, Side.of(smem, self.dtype, scale_log2)
-        s, boxed = w.softmax, BoxedRows.of(tile.n, Int32(0), w.thread, one_query=True)
+        """One warpgroup, in the middle: o += P V of all tiles, in a CTA with columns of this half of o."""
+        c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
+        s, tops, boxed = Softmax.of(scale_log2), Tops.of(), BoxedRows.of(tile.n, Int32(0), thread, one_query=True)
+        pv = tiled_mma(self.dtype, SLAB, MN_MAJOR)
+        w = Products(pv, operand_a(pv, smem.p), operand_b(pv, transposed(smem.v)), accumulator(pv, SLAB))
         s.start(tile, boxed, results)
-        w.steps.reset()
         w.out.fill(0.0)
-        count, first = load(left.counts + query_of(tile)), left.of_rows(tile)
-        self.read_ahead(w, left, first, 0, count)
+        self.read_ahead(tops, left, first, 0, count, thread)
         for pair in cutlass.range(count // 2, unroll=1):
-            self.pair(side, half, w, left, first, pair, count)
+            self.go_on(tops, left, first, pair, count, thread)
+            if cutlass.const_expr(half == LEFT):
+                self.add_tiles(smem, w, s, tops, pair, EVEN)
+                self.add_tiles(smem, w, s, tops, pair, ODD)
+            else:
+                self.add_tiles(smem, w, s, tops, pair, ODD, EVEN)
         if count % 2 == 1:
-            self.pair(side, half, w, left, first, count // 2, count, has_odd=False)
-        s.sum_columns()
-        if cutlass.const_expr(side == LEFT):
-            hand_over(w.smem.sums, 0, s.row_sum, w.thread)
-            cute.arch.barrier(barrier_id=BOTH_MET, number_of_threads=2 * WARPGROUP)
-        else:
-            warpgroup.wait_group(0)
-            cute.arch.barrier(barrier_id=BOTH_MET, number_of_threads=2 * WARPGROUP)
-            take_over(w.smem.sums, 0, s.factor, w.thread)
-            s.row_sum.store(s.row_sum.load() + s.factor.load())
-            writer = w.thread if column == 0 else Int32(1)  # a lane that writes nothing, where another CTA does
-            s.finish(tile, boxed, writer, results, writes_lse=half == LEFT)
-            store_output(w.out, s.factor, o, tile, boxed, column * c.tile_n, w.thread, c.d)
+            self.go_on(tops, left, first, count // 2, count, thread)
+            self.add_tiles(smem, w, s, tops, count // 2, EVEN)
+        warpgroup.wait_group(0)
+        self.meet()
+        take_over(smem.sums, LEFT, s.factor, thread)
+        take_over(smem.sums, RIGHT, s.row_sum, thread)
+        s.row_sum.store(s.row_sum.load() + s.factor.load())
+        writer = thread if column == 0 else Int32(1)  # a lane that writes nothing, where another CTA does
+        s.finish(tile, boxed, writer, results, writes_lse=half == LEFT)
+        store_output(w.out, s.factor, o, tile, boxed, column * c.tile_n, thread, c.d)
 
     @cute.jit
-    def read_ahead(self, w: Side, left: Between, first: Int64, pair: Int32 | int, count: Int32):
+    def add_tiles(self, smem: Shared, w: Products, s: Softmax, tops: Tops, pair: Int32, *tiles: cutlass.Constexpr):
+        """o += P V of one or both tiles of a pair, under one maximum; the products stay in flight."""
+        s.remember_max()
+        self.raise_max(s, tops, *tiles)
+        for r in cutlass.range_constexpr(ROWS):
+            s.factor[r] = s.factor_of(r)
+        fresh = pair == 0 if len(tiles) > 1 or tiles[0] == EVEN else False
+        rises = not_(fresh) & cute.arch.vote_any_sync((s.factor[0] != 1.0) | (s.factor[1] != 1.0))
+        for i, which in enumerate(tiles):
+            state, place = (ring.at(2 * pair + which) for ring in (smem.keys, smem.weights))
+            state.wait_full()
+            place.wait_full()
+            if cutlass.const_expr(i == 0):
+                warpgroup.wait_group(0)
+                if rises:
+                    scale_rows(w.out, s.factor)
+            a, b = w.a[None, None, None, place.index], w.b[None, None, None, state.index]
+            multiply(w.pv, w.out, a, b, fresh if i == 0 else False)
+        for before in range(len(tiles)):  # which have been read
+            self.release(smem, 2 * pair + min(tiles) - 1 - before)
+
+    def release(self, smem: Shared, t: Int32) -> None:
+        """Gives back the places of a tile, if there is one of this number."""
+        for ring in (smem.keys, smem.weights):
+            arrive_if(ring.at(t).empty, Int32(t >= 0))
+
+    @cute.jit
+    def go_on(self, tops: Tops, left: Between, first: Int64, pair: Int32, count: Int32, thread: Int32):
+        """To a pair: what was read ahead is of this one now."""
+        tops.now.store(tops.next.load())
+        self.read_ahead(tops, left, first, pair + 1, count, thread)
+
+    @cute.jit
+    def read_ahead(self, tops: Tops, left: Between, first: Int64, pair: Int32 | int, count: Int32, thread: Int32):
         """Reads the greatest scores of a pair's tiles; a tile that is not there has none."""
-        w.next_tops.fill(-Float32.inf)
+        tops.next.fill(-Float32.inf)
         for which in (EVEN, ODD):
             t = 2 * pair + which
             if t < count:
                 for r in cutlass.range_constexpr(ROWS):
-                    place = (first + t) * self.config.tile_m + row_of(w.thread, r)
-                    w.next_tops[which, r] = load(left.tops + place)
+                    place = (first + t) * self.config.tile_m + row_of(thread, r)
+                    tops.next[which, r] = load(left.tops + place)
 
     @cute.jit
-    def read_scores(self, side: cutlass.Constexpr, w: Side, pair: Int32):
-        """Reads the scores of this side's tile."""
-        state = w.smem.ring.at(2 * pair + side)
+    def read_scores(self, smem: Shared, scores: cute.Tensor, t: Int32, thread: Int32):
+        """Reads the scores of a tile, and gives their place back."""
+        state = smem.keys.at(t)
         state.wait_full()
         for i in cutlass.range_constexpr(EACH // CHUNK):
-            place = w.smem.scores.iterator + (state.index * SCORES + (i * WARPGROUP + w.thread) * CHUNK)
-            chunk = cute.make_tensor(w.scores.iterator + i * CHUNK, cute.make_layout(CHUNK))
+            place = smem.scores.iterator + (state.index * SCORES + (i * WARPGROUP + thread) * CHUNK)
+            chunk = cute.make_tensor(scores.iterator + i * CHUNK, cute.make_layout(CHUNK))
             cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), chunk)
+        state.arrive_empty()
 
     @cute.jit
-    def pair(
-        self,
-        side: cutlass.Constexpr,
-        half: cutlass.Constexpr,
-        w: Side,
-        left: Between,
-        first: Int64,
-        pair: Int32,
-        count: Int32,
-        has_odd: cutlass.Constexpr = True,
-    ):
-        """P of this side's tile of a pair; right then adds both tiles to o."""
-        w.tops.store(w.next_tops.load())
-        self.read_ahead(w, left, first, pair + 1, count)
-        if cutlass.const_expr(side == LEFT or has_odd):
-            self.read_scores(side, w, pair)
-        if cutlass.const_expr(side == LEFT):
-            w.smem.ring.at(2 * pair).arrive_empty()
-            self.left_weights(half, w, pair, has_odd)
-        else:
-            self.right_weights(w, pair, has_odd)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if cutlass.const_expr(side == RIGHT):
-            warpgroup.wait_group(0)
-            for which in (EVEN, ODD):  # of the pair before
-                arrive_if(w.smem.ring.at(2 * pair - 2 + which).empty, Int32(pair > 0))
-        cute.arch.barrier(barrier_id=BOTH_MET, number_of_threads=2 * WARPGROUP)
-        if cutlass.const_expr(side == RIGHT):
-            self.add(half, w, pair, has_odd)
-
-    def left_weights(self, half: int, w: Side, pair: Int32, has_odd: bool) -> None:
-        """P of an even tile under the maximum so far, or for the right half of o under that with the odd tile."""
-        s = w.softmax
-        self.rise(s, w, EVEN)
-        s.exponentiate(w.scores)
-        if has_odd:
-            if half == LEFT:
-                round_to(w.p, w.scores)
-            self.rise(s, w, ODD)
-            if half == RIGHT:
-                scale_rows(w.scores, s.factor)
-                round_to(w.p, w.scores)
-        else:
-            round_to(w.p, w.scores)
-        self.store_weights(w, pair, EVEN)
-
-    def right_weights(self, w: Side, pair: Int32, has_odd: bool) -> None:
-        """P of an odd tile; what the whole pair does to the maximum."""
-        s = w.softmax
-        self.rise(s, w, *((EVEN, ODD) if has_odd else (EVEN,)))
-        if has_odd:
-            s.exponentiate(w.scores)
-            round_to(w.p, w.scores)
-            self.store_weights(w, pair, ODD)
-
-    @cute.jit
-    def rise(self, s: Softmax, w: Side, *tiles: cutlass.Constexpr):
+    def rise(self, s: Softmax, tops: Tops, *tiles: cutlass.Constexpr):
         """The maximum rises by these tiles of the pair at once; updates factor and sum."""
         s.remember_max()
-        for r in cutlass.range_constexpr(ROWS):
-            for which in tiles:
-                s.row_max[r] = cute.arch.fmax(s.row_max[r], w.tops[which, r])
+        self.raise_max(s, tops, *tiles)
         s.decay()
 
     @cute.jit
-    def step(self, s: Softmax, w: Side, which: cutlass.Constexpr):
-        """`rise` of a maximum that has no sum."""
-        s.remember_max()
+    def raise_max(self, s: Softmax, tops: Tops, *tiles: cutlass.Constexpr):
         for r in cutlass.range_constexpr(ROWS):
-            s.row_max[r] = cute.arch.fmax(s.row_max[r], w.tops[which, r])
-            s.factor[r] = s.factor_of(r)
+            for which in tiles:
+                s.row_max[r] = cute.arch.fmax(s.row_max[r], tops.now[which, r])
 
-    def store_weights(self, w: Side, pair: Int32, which: int) -> None:
-        store_rows(w.qk, w.scores, w.p, w.smem.p[None, None, w.smem.place(pair, which)], w.thread)
-
-    @cute.jit
-    def add(self, half: cutlass.Constexpr, w: Side, pair: Int32, has_odd: cutlass.Constexpr):
-        """o += P V of both tiles, in the order of this half; the last products stay in flight."""
-        if cutlass.const_expr(half == LEFT):
-            self.step(w.steps, w, EVEN)
-            rescale_rows(w.out, w.steps.factor, pair == 0)
-            self.multiply(w, pair, EVEN, pair == 0)
-            if cutlass.const_expr(has_odd):
-                warpgroup.wait_group(0)
-                self.step(w.steps, w, ODD)
-                rescale_rows(w.out, w.steps.factor)
-                self.multiply(w, pair, ODD, False)
-        else:
-            rescale_rows(w.out, w.softmax.factor, pair == 0)
-            if cutlass.const_expr(has_odd):
-                self.multiply(w, pair, ODD, pair == 0)
-                self.multiply(w, pair, EVEN, False)
-            else:
-                self.multiply(w, pair, EVEN, pair == 0)
-
-    def multiply(self, w: Side, pair: Int32, which: int, fresh: bool | cutlass.Boolean) -> None:
-        state = w.smem.ring.at(2 * pair + which)
-        state.wait_full()
-        a, b = w.a[None, None, None, w.smem.place(pair, which)], w.b[None, None, None, state.index]
-        multiply(w.pv, w.out, a, b, fresh)
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=ALL_MET, number_of_threads=3 * WARPGROUP)
 
     def examples(self, variant: RowColumns) -> tuple:
         arrays = pointers(variant.dtype, "keys", "float32", "float32", "int32")

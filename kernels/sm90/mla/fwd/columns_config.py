@@ -43,11 +43,12 @@ class Config:
     dtype: str
     tile_m: int = ROWS_OF_WARPGROUP
     tile_n: int = SLAB  # columns of a CTA
-    stages: int = 8  # tiles of keys of which SMEM holds scores and columns; every other one is an even tile
+    stages: int = 8  # tiles of keys of which SMEM holds scores and columns
+    places: int = 4  # the same of P
 
     @property
     def threads(self) -> int:
-        return 2 * WARPGROUP + WARP
+        return 3 * WARPGROUP + WARP
 
     @property
     def stage_bytes(self) -> int:
@@ -55,7 +56,7 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        p, sums, barriers = 2 * 2 * 2 * SCORES, 4 * self.tile_m, 8 * 2 * self.stages
+        p, sums, barriers = self.places * 2 * SCORES, 2 * 4 * self.tile_m, 8 * 2 * (self.stages + self.places)
         return self.stages * self.stage_bytes + p + sums + barriers + 16
 
     @property

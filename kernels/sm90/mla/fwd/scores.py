@@ -18,7 +18,7 @@ from kernels.aot import Compiled
 from kernels.lib.forward import Source
 from kernels.lib.launch import WARPGROUP, Shapes, i32, pointers
 from kernels.lib.ptx import copy_out
-from kernels.lib.rows import ROWS_OF_WARPGROUP, Extents, RowTile, ceil_div, divide, extents, row_of, store
+from kernels.lib.rows import ROWS_OF_WARPGROUP, Extents, RowTile, divide, extents, row_of, store
 from kernels.lib.selections import CHUNK as CHUNK_OF_KEYS
 from kernels.lib.selections import LANES_A_ROW, SelectedRows
 from kernels.lib.softmax import ROWS, Softmax, by_row
@@ -129,13 +129,9 @@ class MlaScoresSm90(MlaFwdSm90):
                 (),
                 fills,
             )
-            count = total_tiles(tuple(self.open(x, tile) for x in operands))
-            share, rest = divide(ceil_div(count, Int32(c.unit)), n.splits)
-            begin = (share * tile.split + cutlass.min(rest, tile.split)) * c.unit
+            begin = tile.split * c.unit  # for there are as many splits as pairs, at least
+            rows_before = divide(tile.inner0, n.box_inner)[0]
             first = left.of_rows(tile) + begin
-            if cutlass.const_expr(side == LEFT):  # noqa: SIM102, at compile time
-                if (thread == 0) & (tile.split == 0) & (tile.inner0 == 0):
-                    store(left.counts + query_of(tile), count)
             mine = work.evens if cutlass.const_expr(side == LEFT) else work.odds
             seen = SelectedRows.of(work.sources)
             for pair in cutlass.range(mine, unroll=1):
@@ -146,7 +142,7 @@ class MlaScoresSm90(MlaFwdSm90):
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
                     blocks = c.half // 16
                     multiply(qk, scores, a, b, half == side, range(half * blocks, (half + 1) * blocks))
-                if tile.inner0 == 0:  # under the products
+                if rows_before == cutlass.min(side, n.tiles_inner - 1):  # under the products; row tiles share the work
                     place = Int64(query_of(tile)) * left.tiles + begin + t
                     copy_keys(smem.k[side], gathered, place, thread, c.d)
                 warpgroup.wait_group(0)
@@ -158,7 +154,17 @@ class MlaScoresSm90(MlaFwdSm90):
                 softmax.raise_max(scores)
                 self.store(scores, softmax.row_max, left, first + t, thread)
             cute.arch.mbarrier_arrive(bar.q_empty)
+            if cutlass.const_expr(side == LEFT):
+                self.count(operands, tile, left, thread)
             fills = work.fills_after()
+
+    @cute.jit
+    def count(self, operands: tuple, tile: RowTile, left: Between, thread: Int32):
+        """Leaves the number of tiles of keys of a query: at last, for lengths come after keys that are on their way."""
+        if (tile.split == 0) & (tile.inner0 == 0):
+            count = total_tiles(tuple(self.open(x, tile) for x in operands))
+            if thread == 0:
+                store(left.counts + query_of(tile), count)
 
     @cute.jit
     def store(self, scores: cute.Tensor, tops: cute.Tensor, left: Between, place: Int64, thread: Int32):
