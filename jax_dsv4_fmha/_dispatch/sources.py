@@ -610,10 +610,10 @@ def _ops(
 
     def rounded_definition(q: Any, *operands: Any, scale: float) -> Any:
         *leaves, sink = operands
-        sources: tuple[Source, ...] = tree.unflatten(leaves)
-        q32, *keys = reference.rounded_for_products(q, *(_without_heads(source.keys) for source in sources))
-        sources = tuple(dataclasses.replace(x, keys=k) for x, k in zip(sources, keys, strict=True))
-        o, lse = reference.merge([x.reference(q32, None, scale, products=products) for x in sources], sink)
+        parts: list[Part] = [part for source in tree.unflatten(leaves) for part in source.parts()]
+        q32, *keys = reference.rounded_for_products(q, *(_without_heads(part.keys) for part in parts))
+        parts = [dataclasses.replace(part, keys=k) for part, k in zip(parts, keys, strict=True)]
+        o, lse = reference.merge([part.reference(q32, None, scale, products=products) for part in parts], sink)
         return o.astype(q.dtype), lse
 
     def kernel_by_products(q: Any, *operands: Any, scale: float) -> Any:
