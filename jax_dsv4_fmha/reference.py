@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._definitions import e4m3
 from ._definitions.cache import Cache
 from ._definitions.indexer import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer
 from ._definitions.log_space import finite, logsumexp, sigmoid
@@ -59,7 +60,7 @@ _FP32 = jnp.float32
 _INF = float("inf")
 
 
-@functools.partial(jax.jit, static_argnames="scale")
+@functools.partial(jax.jit, static_argnames=("scale", "products"))
 def fmha(
     q: jax.Array,
     k: jax.Array,
@@ -68,8 +69,10 @@ def fmha(
     span: Span | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
+    products: str | None = None,
 ) -> Attention:
-    """Attention over one interval of keys for every query; see `jax_dsv4_fmha.fmha`."""
+    """Attention over one interval of keys for every query; see `jax_dsv4_fmha.fmha`. With products of e4m3, q and the
+    keys are rounded already."""
     b, s_q, h_q, d = q.shape
     s_kv, h_kv = k.shape[1:3]
     scale = d**-0.5 if scale is None else scale
@@ -105,7 +108,7 @@ def fmha(
         @jax.checkpoint
         def tile_o(first: jax.Array, k: jax.Array, v: jax.Array | None) -> jax.Array:
             s, visible = logits(first, k)
-            p = jnp.exp(s - finite(lse)[..., None])
+            p = _weights(s, lse, products)
             return _contract(p, k if v is None else v, 2, visible)
 
         def add(o: jax.Array, tile: Any) -> tuple[jax.Array, None]:
@@ -121,7 +124,7 @@ def fmha(
     return o, lse
 
 
-@functools.partial(jax.jit, static_argnames="scale")
+@functools.partial(jax.jit, static_argnames=("scale", "products"))
 def sparse_fmha(
     q: jax.Array,
     kv: jax.Array,
@@ -130,11 +133,14 @@ def sparse_fmha(
     topk_length: jax.Array | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
+    products: str | None = None,
 ) -> Attention:
-    """Attention over the keys that `indices` names, each as often as it is named; see `jax_dsv4_fmha.sparse_fmha`."""
+    """Attention over the keys that `indices` names, each as often as it is named; see `jax_dsv4_fmha.sparse_fmha`.
+    products: as in `fmha`."""
     if kv.ndim == 2:  # sequences share the pool, so the queries of all are those of one
         flat = [None if x is None else x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length)]
-        o, lse = sparse_fmha(flat[0], kv[None], flat[1], topk_length=flat[2], sink=sink, scale=scale)
+        how: dict[str, Any] = {"sink": sink, "scale": scale, "products": products}
+        o, lse = sparse_fmha(flat[0], kv[None], flat[1], topk_length=flat[2], **how)
         return o.reshape(q.shape), lse.reshape(q.shape[:-1])
     b, _, h_q, d = q.shape
     s_kv, topk = kv.shape[1], indices.shape[2]
@@ -151,7 +157,7 @@ def sparse_fmha(
         keys = jnp.where(there[..., None], keys, 0)
         s = jnp.where(there[:, :, None], scale * _einsum("bnhd,bnkd->bnhk", q32, keys), -_INF)
         lse = logsumexp(s, -1)
-        o = _einsum("bnhk,bnkd->bnhd", jnp.exp(s - finite(lse)[..., None]), keys)
+        o = _einsum("bnhk,bnkd->bnhd", _weights(s, lse, products), keys)
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
@@ -169,7 +175,7 @@ def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attentio
     return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale"))
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale", "products"))
 def dsv4_attention(
     q: jax.Array,
     window_kv: jax.Array,
@@ -186,26 +192,47 @@ def dsv4_attention(
     span: Span | None = None,
     compressed_span: Span | None = None,
     scale: float | None = None,
+    products: str | None = None,
 ) -> Attention:
     """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
     s_q, q32 = q.shape[1], q.astype(_FP32)
+    if products is not None:
+        q32, window_kv, compressed_kv = rounded_for_products(q, window_kv, compressed_kv)
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
     stop = own + 1 if window_lengths is None else jnp.minimum(own + 1, window_lengths[:, None])
     start = jnp.maximum(jnp.maximum(own, window - 1) - (window - 1), _front(kv_offset))
     near = Span(start, stop) if span is None else Span(start, stop) & span
-    parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale)]
+    parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale, products=products)]
     if compressed_kv is not None and compressed_kv.shape[1] > 0:
         past = 2**31 - 1 if ratio is None else (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio
         far = Span(0, past, frozenset() if ratio is None else frozenset({"compressed"}))
         far = far if compressed_span is None else far & compressed_span
         if indices is None:
-            parts.append(fmha(q32, compressed_kv[:, :, None], span=far, scale=scale))
+            parts.append(fmha(q32, compressed_kv[:, :, None], span=far, scale=scale, products=products))
         else:
             first, end = (x[..., None] for x in far.bounds(q.shape[0], s_q, compressed_kv.shape[1]))
             indices = jnp.where((first <= indices) & (indices < end), indices, -1)
-            parts.append(sparse_fmha(q32, compressed_kv, indices, topk_length=topk_length, scale=scale))
+            how: dict[str, Any] = {"topk_length": topk_length, "scale": scale, "products": products}
+            parts.append(sparse_fmha(q32, compressed_kv, indices, **how))
     o, lse = merge(parts, sink)
     return o.astype(q.dtype), lse
+
+
+def unit_of_keys(*keys: jax.Array) -> jax.Array:
+    """float32 [b, 1, 1], or [1, 1, 1] where a pool [s, d] or [1, s, d] is among them."""
+    units = [e4m3.unit_of(x if x.ndim == 3 else x[None], axes=(-2, -1)) for x in keys]
+    if any(len(x) == 1 for x in units):
+        units = [jnp.max(x, 0, keepdims=True) for x in units]
+    return functools.reduce(jnp.maximum, units)
+
+
+def rounded_for_products(q: jax.Array, *keys: jax.Array | None) -> tuple[Any, ...]:
+    """q and keys [b, s, d], of which some may be None, as products of e4m3 take them: float32 numbers that are rounded
+    in a unit for each row of q, and one for all keys of a batch entry; of all entries where a pool [s, d] is among
+    them.
+    """
+    unit = unit_of_keys(*(x for x in keys if x is not None))
+    return e4m3.rounded(q, -1), *(None if x is None else e4m3.codes(x, unit).astype(_FP32) * unit for x in keys)
 
 
 def _front(kv_offset: Any) -> jax.Array:
@@ -283,6 +310,11 @@ def _positions(s_q: Any, offset: jax.Array) -> jax.Array:
     """The positions of the queries, [1, s_q] or [b, s_q], from `offset` on; at most 2**31 - 2."""
     i = jnp.arange(s_q, dtype=jnp.int32)[None]
     return i + jnp.minimum(jnp.reshape(offset, (-1, 1)), 2**31 - 2 - i)
+
+
+def _weights(logits: jax.Array, lse: jax.Array, products: str | None) -> jax.Array:
+    """exp(logits - lse)"""
+    return jnp.exp(logits - finite(lse)[..., None]) if products is None else e4m3.weights(logits, finite(lse))
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ def gathers(sources: tuple[str, ...]) -> bool:
     return any(kind != "span" for kind in sources)
 
 
-def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool) -> Params:
+def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False) -> Params:
     """A kernel's parameters for each source of keys.
 
     A gathered source has the address of its keys, another source their map, that of a latent in tiles that are cut.
@@ -85,13 +85,14 @@ def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool) -
     loads all that are not packed.
     """
     params: Params = ()
+    all_gathered |= gathers(sources)
     for i, kind in enumerate(sources):
         by_tma = all_by_tma and kind not in PACKED
-        if not gathers(sources):
+        if not all_gathered:
             params += keys(*("k",) if by_tma else ("cut_k",) if shared_kv else ("k", "v"), source=i)
         elif by_tma:
             params += each("map", "k", source=i)
-        if not by_tma and (gathers(sources) or (shared_kv and sources == ("span",))):
+        if not by_tma and (all_gathered or (shared_kv and sources == ("span",))):
             params += each("address", "k", source=i)
         if kind == "span":
             params += each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
@@ -182,11 +183,11 @@ class Forward(Variant):
 
     @property
     def gathers(self) -> bool:
-        return gathers(self.sources)
+        return gathers(self.sources) or self.is_e4m3
 
     @property
     def splits(self) -> bool:
-        return self.arch == "sm_90a" or self.shared_kv
+        return (self.arch == "sm_90a" or self.shared_kv) and not self.is_e4m3
 
     @property
     def turns(self) -> bool:
@@ -194,14 +195,24 @@ class Forward(Variant):
         return self.op in TURNING
 
     @property
-    def moves_rows(self) -> bool:
-        """Whether threads load q and store o, and TMA loads keys alone, also those that it gathers, unless packed."""
+    def is_e4m3(self) -> bool:
+        """Whether its products are of e4m3, and so are its keys."""
+        return self.op in E4M3
+
+    @property
+    def gathers_by_tma(self) -> bool:
+        """Whether TMA loads all keys that are not packed."""
         return self.shared_kv and self.arch == "sm_100f"
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether threads load q and store o."""
+        return self.gathers_by_tma or self.is_e4m3
 
     @property
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
-        traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns}
+        traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.is_e4m3}
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property
@@ -209,10 +220,11 @@ class Forward(Variant):
         by_tma = {"q": not self.moves_rows, "o": self.shared_kv and not self.moves_rows}
         return (
             *(x for name, maps in by_tma.items() for x in (rows(name) if maps else each("address", name))),
-            *source_blocks(self.sources, self.shared_kv, self.moves_rows),
+            *source_blocks(self.sources, self.shared_kv, self.gathers_by_tma, self.gathers),
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),
-            *((*each("address", "table"), *each("float32", "eps")) if self.turns else ()),
+            *each("address", *["table"] * (self.turns or self.is_e4m3)),
+            *each("float32", *["eps"] * self.turns),
             *TILING,
         )
 
@@ -231,6 +243,11 @@ TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
 """Ops that take q as a product makes it, and do its norm, its RoPE and the RoPE back of o; and what they are then."""
 
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
+
+E4M3 = {f"{op}_e4m3": op for op in ("csa_fwd", "hca_fwd")}
+"""Ops by products of e4m3, with keys as codes in one unit for each batch entry; and what they are in bfloat16."""
+
+FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in E4M3.items()}
 
 PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
     "v4_fp8": ("v4_fp8", "v4_fp8"),

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from .abi import BACKWARD_OPS, BY_COLUMNS, FORWARD_OPS, POOL, TURNING, TURNING_GRADIENTS
+from .abi import BACKWARD_OPS, BY_COLUMNS, E4M3, FORWARD_OPS, POOL, TURNING, TURNING_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,23 @@ class Target:
     sources: tuple[str, ...] = ()  # kinds of its sources of keys
 
 
-def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop") -> Arrays:
+def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop", dtype: str = "T") -> Arrays:
     """A source of keys that are values too, of which query j sees those in [start[j], stop[j])."""
     return (
-        array(f"{name}: T[{axes}]", "k", "v", source=i),
+        array(f"{name}: {dtype}[{axes}]", "k", "v", source=i, aligned=True),
         array(f"{start}: s32[b s_q]", "from", source=i),
         array(f"{stop}: s32[b s_q]", "to", source=i),
     )
 
 
-def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = False) -> Arrays:
+def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = False, dtype: str = "T") -> Arrays:
     """A source of keys that are values too, of which query j sees those that indices[j, :length[j]] name; its keys may
     be a pool of all sequences, or pages of packed entries.
     """
     s_kv, topk = axes.split()[1], f"{prefix}topk"
-    forms = f"T[{axes}] or T[{s_kv} d]" + f" or u8[{prefix}pages {prefix}page_bytes]" * packed
+    forms = f"{dtype}[{axes}] or {dtype}[{s_kv} d]" + f" or u8[{prefix}pages {prefix}page_bytes]" * packed
     return (
-        array(f"{name}: {forms}", "k", "v", source=i),
+        array(f"{name}: {forms}", "k", "v", source=i, aligned=True),
         array(f"{prefix}indices: s32[b s_q {topk}]", "from", source=i),
         array(f"{prefix}length: s32[b s_q]", "to", source=i),
     )
@@ -87,6 +87,14 @@ SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
 SELECTION = selection(0, "kv", "b s_kv d")
 WINDOW_AND_SELECTION = (*span(0, "window_kv", "b s_w d"), *selection(1, "kv", "b s_c d"))
 WINDOW_AND_SPAN = (*span(0, "window_kv", "b s_w d"), *span(1, "kv", "b s_c d", "start2", "stop2"))
+CODES = "f8e4m3fn"
+OF_CODES = {  # keys of the ops of `abi.E4M3`
+    "csa_fwd": (*span(0, "window_kv", "b s_w d", dtype=CODES), *selection(1, "kv", "b s_c d", dtype=CODES)),
+    "hca_fwd": (
+        *span(0, "window_kv", "b s_w d", dtype=CODES),
+        *span(1, "kv", "b s_c d", "start2", "stop2", dtype=CODES),
+    ),
+}
 TWO_POOLS = (
     *selection(0, "window_kv", "b s_w d", "window_", packed=True),
     *selection(1, "kv", "b s_c d", packed=True),
@@ -99,6 +107,7 @@ K_AND_V = (
 SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
 SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
 OF_TURN = (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
+UNITS = (array("units: f32[b]", "table"),)  # of the codes of a batch entry's keys
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
 
@@ -115,6 +124,8 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
     attributes["order"] = "int64"
     if op in TURNING:
         operands, attributes = operands + OF_TURN, attributes | EPS
+    if op in E4M3:
+        operands += UNITS
     return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
 
 
@@ -192,6 +203,7 @@ TARGETS = (
     attention("mla_span_fwd_turned", SPAN_OF_HEADS),
     attention("csa_fwd_turned", WINDOW_AND_SELECTION),
     attention("hca_fwd_turned", WINDOW_AND_SPAN),
+    *(attention(op, OF_CODES[plain]) for op, plain in E4M3.items()),
     attention("dsv4_decode", TWO_POOLS, packing="string"),
     by_columns("mla_sparse_fwd_by_columns", SELECTION),
     by_columns("csa_fwd_by_columns", WINDOW_AND_SELECTION),

@@ -3,6 +3,7 @@
 from .abi import (
     ANY,
     BY_COLUMNS,
+    E4M3,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
     TURNING,
@@ -32,6 +33,7 @@ INDEX_FP4 = "index_fp4"
 DTYPES = ("bfloat16", "float16")
 HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
+MLA_E4M3 = f"{HOPPER}.mla.fwd_e4m3.kernel"
 MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
@@ -83,6 +85,7 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(Forward(op, "sm_90a", MLA, 512, dtype) for op in TURNING for dtype in DTYPES),
+    *(Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16") for op in E4M3),
     # one CTA where a pair would share the keys of one query's heads, and half of it had no rows
     *(
         Forward(op, "sm_100f", MLA_BLACKWELL, 512, dtype, max_heads=64)

@@ -14,6 +14,7 @@ from kernels.abi import (
     ANY,
     Combine,
     FewRowsProduct,
+    Forward,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -93,6 +94,12 @@ def test_sass(key):
     if isinstance(variant, SeenSlots):  # of a thread 4 indices and 8 pages, and what a query has; 8 slots, 2 lengths
         loads, stores = (sum(opcode.startswith(x) for opcode in opcodes) for x in ("LDG", "STG"))
         assert (loads, stores) == (15, 10), opcodes
+        return
+    if (
+        isinstance(variant, Forward) and variant.is_e4m3
+    ):  # Q K' of 512 in four places, V' P' of 64 keys by four times 64
+        found = {x: sum(o.startswith(x) for o in opcodes) for x in ("QGMMA", "LDSM", "LDGSTS", "USETMAXREG")}
+        assert found == {"QGMMA": 4 * 16 + 8, "LDSM": 8, "LDGSTS": 16 + 2 * 16, "USETMAXREG": 3}, found
         return
     if isinstance(variant, IndexerScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32

@@ -33,6 +33,7 @@ FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
 PAIRED = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp8"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
 NIBBLES = "dsv4_decode_sm_90a_d512_bfloat16_v41_fp4_h64"
+E4M3 = "csa_fwd_e4m3_sm_90a_d512_bfloat16"
 MXFP4 = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp4_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
@@ -41,6 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
     LONG_ODD: {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},  # 64 keys and 71
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
+    E4M3: {"b": 1, "s_q": 3, "s_kv": 90, "h_q": 8, "s_kv1": 300, "topk": 200},  # two tiles and four, after two of q
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
     NIBBLES: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
     MXFP4: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
@@ -54,6 +56,12 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty k_full0 k_full1 k_full2 k_full3 k_empty0 k_empty1 k_empty2 k_empty3 "
     "max_shared0 max_shared1 p_shared0 p_shared1 all_read",
 }
+BARRIERS[E4M3] = " ".join(
+    f"{ring}_{state}{stage}"
+    for ring, stages in (("info", 2), ("k", 5), ("p", 4), ("sums", 2))
+    for state in ("full", "empty")
+    for stage in range(stages)
+)
 BARRIERS |= dict.fromkeys((TURNED, LONG_ODD, GATHERED, PACKED, NIBBLES, MXFP4, PAIRED), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
@@ -61,6 +69,7 @@ REGIONS = {  # its shared memory before them, in bytes
     LATENT: {"q": 64 * KIB, "k": 2 * 64 * KIB, "p": 2 * 8 * KIB, "o": 2 * 8 * KIB, "max": 512},
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
+    E4M3: {"q": 32 * KIB, "k": 5 * 32 * KIB, "p": 4 * 4 * KIB, "factor": KIB, "rose": 64, "sums": 512},
 }
 REGIONS[TURNED] = {**REGIONS[LATENT], "squares": 512}
 REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, MXFP4, PAIRED), REGIONS[LATENT])
@@ -213,6 +222,11 @@ def queries_not_awaited(text: str) -> str:
 def keys_unfenced(text: str) -> str:
     """No fences before products whose operands other threads wrote."""
     return edits.replace(text, r"fence\.proxy\.async\.shared::cta;(\s+wgmma\.fence)", lambda m: m[1])
+
+
+def fence_before(what: str) -> Callable[[str], str]:
+    """No proxy fence where this comes next."""
+    return lambda text: edits.replace(text, rf"fence\.proxy\.async\.shared::cta;(\s+{what})", lambda m: m[1])
 
 
 def weights_unfenced(text: str) -> str:
@@ -513,6 +527,77 @@ FAULTS = [
         EARLY,
         early(r"wgmma", "k", r"cp\.async"),
         arrive_at_once,
+    ),
+    PlantedFault(
+        "odd columns in place of even ones",
+        E4M3,
+        Wrong,
+        r"^o is wrong in \d+ of .*; lse is right",
+        constants(_25632=0x7531),
+    ),
+    PlantedFault(
+        "a byte of a pair for two keys",
+        E4M3,
+        Wrong,
+        r"^o is wrong in \d+ of .*; lse is right",
+        constants(_25632=0x4420),
+    ),
+    PlantedFault(
+        "the unit of another batch entry",
+        E4M3,
+        OutOfBounds,
+        r"ld\.global[^\n]*\n[^\n]*table",
+        parameters={"table": lambda address: address + 4},
+    ),
+    PlantedFault(
+        "codes of keys and q read without a proxy fence",
+        E4M3,
+        Race,
+        unfenced("(k|q)", r"(cp\.async|st\.shared)"),
+        fence_before(r"// begin inline asm\s+mov\.b32"),
+    ),
+    PlantedFault(
+        "codes of P read without a proxy fence",
+        E4M3,
+        Race,
+        unfenced("p", r"st\.shared"),
+        fence_before(r"bar\.warp\.sync\s+-1;"),
+    ),
+    PlantedFault(
+        "codes announced before they are there",
+        E4M3,
+        EARLY,
+        early(r"(wgmma|ldmatrix|ld\.shared)", "k", r"cp\.async"),
+        arrive_at_once,
+    ),
+    PlantedFault(
+        "codes of P read before they are there",
+        E4M3,
+        EARLY,
+        unordered(r"(wgmma|ld\.shared)", "(p|rose|factor)", r"st\.shared"),
+        without_wait(E4M3, "p_full0"),
+    ),
+    PlantedFault(
+        "codes of P written over others that are still read",
+        E4M3,
+        EARLY,
+        unordered(r"(wgmma|ld\.shared)", "(p|rose|factor)", r"st\.shared"),
+        without_wait(E4M3, "p_empty0"),
+        case={"s_kv1": 600, "topk": 600},  # more tiles than places
+    ),
+    PlantedFault(
+        "codes of keys written over others that are still read",
+        E4M3,
+        Race,
+        r"cp\.async[^\n]*\n\s+overwrites SMEM of k while nothing orders this",
+        without_wait(E4M3, "k_empty0"),
+    ),
+    PlantedFault(
+        "the sum of a tile added before it is complete",
+        E4M3,
+        Race,
+        r"reads register %r\d+ while the wgmma of line \d+ may still write it",
+        without(r"wgmma\.wait_group", slice(-1, None)),
     ),
     PlantedFault(
         "e2m1 without its sign",

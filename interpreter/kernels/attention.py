@@ -26,11 +26,12 @@ class Keys:
     seen_to: Array  # stop of a span, length of a selection
     counts: Array  # [b, s_q, s_kv]: how often a query sees a key
     pool: Array | None = None  # packed keys [pages, bytes], with k as their values; indices are then places in it
+    codes: Array | None = None  # of e4m3 [b, s_kv, d], with k as what they mean
 
     @property
     def given(self) -> Array:
         """The array that a kernel gets as k."""
-        return self.k if self.pool is None else self.pool
+        return next(x for x in (self.codes, self.pool, self.k) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,24 @@ class Operands:
     sources: tuple[Keys, ...]
     sink: Array
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
+    units: Array | None = None  # [b]: of the keys' codes, where products are of e4m3
 
     def named(self) -> dict[str, Array]:
         """What a launch is handed, by the names of addresses."""
-        found = {"q": self.q, "sink": self.sink} | ({} if self.table is None else {"table": self.table})
+        last = self.table if self.units is None else self.units
+        found = {"q": self.q, "sink": self.sink} | ({} if last is None else {"table": last})
         for i, keys in enumerate(self.sources):
             found |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
         return found
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
-        table = () if self.table is None else (self.table,)
+        table = tuple(x for x in (self.table, self.units) if x is not None)
         if TURNING.get(self.op, self.op) in ("mha_fwd", "mla_span_fwd"):
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
             return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink, *table
-        keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
+        keys = ((x.k[:, :, 0] if x.given is x.k else x.given, x.seen_from, x.seen_to) for x in self.sources)
         return self.q, *(x for source in keys for x in source), self.sink, *table
 
 
@@ -118,6 +121,10 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         sources.append(Keys(k, v, *seen))
+    units = None
+    if isinstance(variant, Forward) and variant.is_e4m3:
+        units = np.exp2(-np.arange(9, 9 + b)).astype(np.float32)  # so that of 0.125 some are beyond the range
+        sources = [as_codes(x, units) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
     slots = {
@@ -130,7 +137,20 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     if variant.turns:
         angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)
         table = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(b, s_q, 64)
-    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table)
+    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, units)
+
+
+def as_codes(keys: Keys, units: Array) -> Keys:
+    """The same keys rounded to codes of e4m3, with NaN where no query looks."""
+    units = units[:, None, None, None]
+    codes = e4m3(keys.k.astype(np.float32) / units)
+    k = (codes.astype(np.float32) * units).astype(keys.k.dtype)  # exactly
+    return replace(keys, k=k, v=k, codes=codes[:, :, 0])
+
+
+def e4m3(x: Array) -> Array:
+    """x rounded; beyond 448 it is 448."""
+    return np.clip(x, -448, 448).astype(np.dtype("float8_e4m3fn"))
 
 
 def beyond(x: Operands) -> Operands:
@@ -200,6 +220,10 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     if x.table is not None:
         o, lse = answer(replace(x, q=normed(turned(x.q, x.table), x.q, eps), table=None), scale)
         return turned(o, x.table * np.resize([1, -1], 64)), lse
+    if x.units is not None:
+        top = np.abs(x.q.astype(np.float64)).max(-1, keepdims=True)
+        unit = np.exp2(np.floor(np.log2(top)) - 7)
+        x = replace(x, q=e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit)
     b, s_q, h_q, d = x.q.shape
     counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
     seen = any_query(counts)[..., None, None]
@@ -213,12 +237,19 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     counts = counts[:, None, :, None]
     least = -1e300
     top = np.max(logits, axis=-1, where=counts > 0, initial=least)
-    p = counts * np.exp(np.minimum(logits - top[..., None], 0))
+    p = np.exp(np.minimum(logits - top[..., None], 0))
     with np.errstate(divide="ignore"):
-        lse = top + np.log(p.sum(-1))
+        lse = top + np.log((counts * p).sum(-1))
+    p = counts * (p if x.units is None else rounded_weights(p, top))
     denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
     o = np.exp(top - denominator)[..., None] * (p @ v.transpose(0, 2, 1, 3)[:, :, None])
     return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
+
+
+def rounded_weights(p: Array, top: Array) -> Array:
+    """exp(logits - top), rounded to e4m3 in a power of two for each row, of exp(logits)."""
+    shift = top * np.log2(np.e) - np.round(top * np.log2(np.e)) + 5  # p 2^shift is what is rounded
+    return np.asarray(e4m3(p * np.exp2(shift)[..., None]).astype(np.float64) / np.exp2(shift)[..., None])
 
 
 def normed(turned: Array, q: Array, eps: float) -> Array:

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from kernels.abi import ANY, TURNING, Forward
+from kernels.abi import ANY, E4M3, TURNING, Forward
 from kernels.packings import PACKED
 
 from . import attention, native
@@ -20,7 +20,7 @@ EVERYTHING = 1 << 30  # a width: all keys so far
 
 def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
     """The extents of a case, in tiles of `tile_n` keys; None where it makes no sense."""
-    n, sparse, op = tile_n, variant.gathers, TURNING.get(variant.op, variant.op)
+    n, sparse, op = tile_n, variant.gathers, (TURNING | E4M3).get(variant.op, variant.op)
     # two sources whose tiles come in pairs: more numbers of tiles that one may leave to the other
     many_pairs = op in ("csa_fwd", "hca_fwd") and variant.max_heads == ANY
     table: dict[str, dict[str, int]] = {
@@ -114,5 +114,6 @@ def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Ope
         v = k if keys.v is keys.k else (0.125 * rng.standard_normal(k.shape)).astype(k.dtype)
         for array in (k, v):
             array[~counts.any(1)] = np.nan
-        sources.append(attention.Keys(k, v, seen_from, seen_to, counts))
+        made = attention.Keys(k, v, seen_from, seen_to, counts)
+        sources.append(made if x.units is None else attention.as_codes(made, x.units))
     return dataclasses.replace(x, sources=tuple(sources))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check, reference
-from .._definitions import attention_gradient
+from .._definitions import attention_gradient, e4m3
 from .._definitions.packed import LAYOUTS, V4_FP8, dequantize_cache
 from .._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
 from .._definitions.span import Span
@@ -83,9 +83,12 @@ class SpanSource:
         held = (keys,) if self.values is None else (keys, keys)
         return tuple(map(Axes, self.names, (*held, _ROWS, _ROWS)))
 
-    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
+    def reference(
+        self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
+    ) -> reference.Attention:
         keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
-        return reference.fmha(q, keys, self.values, span=Span(self.start, self.stop), sink=sink, scale=scale)
+        span = Span(self.start, self.stop)
+        return reference.fmha(q, keys, self.values, span=span, sink=sink, scale=scale, products=products)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, sink_factor, delta (`attention_op.gradient`)."""
@@ -146,13 +149,16 @@ class SelectionSource:
         width = f"{self.axis}_bytes" if self.is_packed else "d"
         return tuple(map(Axes, self.names, (f"{ONE_OR_B} {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
 
-    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
+    def reference(
+        self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
+    ) -> reference.Attention:
         keys = self.keys
         if self.is_packed:
             keys = dequantize_cache(keys, self.layout)
             keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
         keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
-        return reference.sparse_fmha(q, keys, self.indices, topk_length=self.length, sink=sink, scale=scale)
+        how: dict[str, Any] = {"topk_length": self.length, "sink": sink, "scale": scale, "products": products}
+        return reference.sparse_fmha(q, keys, self.indices, **how)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), as in `SpanSource`."""
@@ -218,6 +224,7 @@ def attend(
     deterministic: bool = False,
     batch_invariant: bool = False,
     turn: Turn | None = None,
+    products: str | None = None,
 ) -> reference.Attention:
     """One softmax over the keys of all sources and the sink.
 
@@ -232,6 +239,7 @@ def attend(
       deterministic: whether the gradient must have the same bits every time.
       batch_invariant: whether the kernel must sum in the canonical order (docs/semantics.md).
       turn: what makes q of the given one, for sources that `support_of` knows a kernel of with it.
+      products: "float8_e4m3fn" for products of e4m3, over sources that are not packed; there is no gradient.
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
@@ -246,7 +254,9 @@ def attend(
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
-    support = _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources, turns=turn is not None)
+    support = (
+        _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources, turn is not None, products)
+    )
     use = choose(op, "cubin" if batch_invariant else implementation, support)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
@@ -255,7 +265,7 @@ def attend(
     if turn is not None:
         leaves, params = [*leaves, turn.table], (*params, ("eps", turn.eps))
     halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
-    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, turn is not None)
+    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, turn is not None, products)
     if not differentiable:
         o, lse = without_gradient(Call(attention, use, params + ordered, support), q, *leaves, sink[None])
         return o, lse
@@ -274,11 +284,13 @@ def attend(
 _ONE_SPAN = (("separate_kv",), ("span",))
 
 
-def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False) -> Support:
-    """The kernel for all of these sources in one launch; turns: that with a `Turn`."""
+def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False, products: str | None = None) -> Support:
+    """The kernel for all of these sources in one launch; turns: that with a `Turn`; products: that by these."""
     kinds = _kinds(sources)
     descriptions = dict.fromkeys(x for source in sources for x in source.description)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
+    if products is not None:
+        return Support(f"{got}, {products} products", _kernels_for(E4M3, kinds), _shipped(E4M3.get(kinds), q))
     if turns:
         return Support(got, _kernels_for(TURNED, kinds), _shipped(TURNED.get(kinds), q))
     found = _shipped(FORWARD.get(kinds), q)
@@ -325,6 +337,11 @@ def _kernels_for(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, 
     """The kernel for sources of these kinds; where there is none, those for one of the kinds."""
     alike = [kinds] if kinds in kernels else [other for other in kernels if set(other) & set(kinds)]
     return tuple(dict.fromkeys(kernels[x].op for x in alike))
+
+
+def _without_heads(keys: jax.Array) -> jax.Array:
+    """Keys of a source, which have one head, as [b, s, d]."""
+    return keys[:, :, 0] if keys.ndim == 4 else keys
 
 
 def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
@@ -421,6 +438,24 @@ def _unseen(source: SelectionSource) -> SelectionSource:
     return dataclasses.replace(source, indices=nothing[..., None], length=nothing, is_counted=True)
 
 
+def _span_beside_none(source: SpanSource) -> Sequence[Any]:
+    """A span as the first of two; queries see nothing of the other, which is a key of it."""
+    keys, nothing = source.keys[:, :, 0], jnp.zeros_like(source.start)
+    return [keys, source.start, source.stop, keys[:, :1], nothing, nothing]
+
+
+def _with_codes(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Makes codes of the keys of two sources, in one unit for a batch entry."""
+
+    def run_with(q: Any, near: Any, start: Any, stop: Any, far: Any, *others: Any, scale: float) -> Arrays:
+        unit = reference.unit_of_keys(near, far)
+        near, far = (e4m3.codes(x, unit if x.ndim == 3 else unit[0]) for x in (near, far))
+        units = jnp.broadcast_to(unit.reshape(-1), q.shape[:1])
+        return run(q, near, start, stop, far, *others, units, scale=scale)
+
+    return run_with
+
+
 def _over_packed(packing: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
     return Kernel("dsv4_decode", functools.partial(attention.dsv4_decode, packing=packing), operands, packing)
 
@@ -486,6 +521,13 @@ TURNED: dict[tuple[str, ...], Kernel] = {
 }
 """With a `Turn`"""
 
+E4M3: dict[tuple[str, ...], Kernel] = {
+    ("span",): Kernel("hca_fwd_e4m3", _with_codes(attention.hca_fwd_e4m3), _span_beside_none),
+    ("span", "selection"): Kernel("csa_fwd_e4m3", _with_codes(attention.csa_fwd_e4m3), _span_and_pool),
+    ("span", "span"): Kernel("hca_fwd_e4m3", _with_codes(attention.hca_fwd_e4m3)),
+}
+"""By products of e4m3"""
+
 TURNED_DIMS = 64
 """the dimensions of a head that they turn"""
 
@@ -543,6 +585,7 @@ def _ops(
     kinds: tuple[str, ...],
     halo: Halo | None,
     turns: bool,
+    products: str | None = None,
 ) -> tuple[Op, Op]:
     """Attention over sources of these kinds, and its gradient. Where it turns, its table is the last operand before the
     sink, and eps is a parameter.
@@ -564,6 +607,19 @@ def _ops(
         *leaves, table, sink = operands
         o, lse = definition(*normed_and_turned(q, table, eps=eps), *leaves, sink, scale=scale)
         return *pairs_turned(o, table, direction=-1), lse
+
+    def rounded_definition(q: Any, *operands: Any, scale: float) -> Any:
+        *leaves, sink = operands
+        parts: list[Part] = [part for source in tree.unflatten(leaves) for part in source.parts()]
+        q32, *keys = reference.rounded_for_products(q, *(_without_heads(part.keys) for part in parts))
+        parts = [dataclasses.replace(part, keys=k) for part, k in zip(parts, keys, strict=True)]
+        o, lse = reference.merge([part.reference(q32, None, scale, products=products) for part in parts], sink)
+        return o.astype(q.dtype), lse
+
+    def kernel_by_products(q: Any, *operands: Any, scale: float) -> Any:
+        *leaves, sink = operands
+        row = E4M3[kinds]
+        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
     def kernel(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         *leaves, sink = operands
@@ -639,6 +695,9 @@ def _ops(
         backward = turning(backward, normed_and_turned, pairs_turned, normed_and_turned_gradient)
         in_passes = turning(backward_kernel, rope.norm_rope, rope.rope, rope.norm_rope_bwd)
         backward_kernel = whole_backward_kernel
+    elif products is not None:
+        by_products = kernel_by_products if kinds in E4M3 else None
+        attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, rounded_definition, by_products, halo=halo)
     else:
         forward_kernel = kernel if kinds in FORWARD else None
         attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, forward_kernel, halo=halo)

@@ -3,6 +3,9 @@ without it.
 
 `mla_span_fwd_turned`, `csa_fwd_turned` and `hca_fwd_turned` take q before its norm and RoPE, after the sink a table
 float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back.
+
+`csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as codes, float8_e4m3fn, and after the
+sink float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with.
 """
 
 import functools
@@ -145,6 +148,9 @@ def hca_fwd(
 mla_span_fwd_turned, csa_fwd_turned, hca_fwd_turned = (
     functools.partial(run, op=f"{run.__name__}_turned") for run in (mla_span_fwd, csa_fwd, hca_fwd)
 )
+
+
+csa_fwd_e4m3, hca_fwd_e4m3 = (functools.partial(run, op=f"{run.__name__}_e4m3") for run in (csa_fwd, hca_fwd))
 
 
 def _norm(eps: dict[str, float]) -> dict[str, Any]:

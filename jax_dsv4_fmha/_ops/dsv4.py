@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
+from .._definitions.e4m3 import E4M3
 from .._definitions.span import Span, shown_by_all
 from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, support_of, takes_turns
 from .._dispatch.support import not_built
@@ -39,6 +40,7 @@ def dsv4_attention(
     rope_table: jax.Array | None = None,
     norm_eps: float | None = None,
     o_groups: int = 1,
+    products: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
@@ -86,6 +88,10 @@ def dsv4_attention(
         A kernel then reads the gradient of o as that product's gradient writes it. Results do not depend on it. It must
         divide h_q.
 
+      products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
+        4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
+        and there is no gradient. Entries may be in a Cache that is not packed.
+
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
@@ -132,6 +138,9 @@ def dsv4_attention(
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
+    _check.one_of(op, "products", products, (None, E4M3))
+    if products is not None:
+        _check_products(op, products, q, cache, method, batch_invariant)
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     positions: dict[str, Any] = {
@@ -167,7 +176,7 @@ def dsv4_attention(
         how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
 
         def definition(q: jax.Array) -> reference.Attention:
-            return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
+            return reference.dsv4_attention(q, window_kv, compressed_kv, products=products, **how)
 
         return in_passes(definition, q, turn)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
@@ -185,14 +194,17 @@ def dsv4_attention(
         sources.append(far if cache is None else dataclasses.replace(far, layout=cache.layout))
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
-    support = support_of(q, sources)
+    support = support_of(q, sources, products=products)
     if method == "fused" and not support.shipped:
         wanted = "'two_pass', or operands that there is a fused kernel for"
         raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
         attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation,
-        differentiable=cache is None, deterministic=deterministic, batch_invariant=batch_invariant,
+        differentiable=cache is None and products is None, deterministic=deterministic, batch_invariant=batch_invariant,
+        products=products,
     )  # fmt: skip
+    if products is not None:
+        return in_passes(lambda q: run(q=q), q, turn)
     if len(sources) > 1 and not batch_invariant and (method == "two_pass" or not support.shipped):
 
         def attention(q: jax.Array) -> reference.Attention:
@@ -202,6 +214,20 @@ def dsv4_attention(
     if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
         return run(q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
     return in_passes(lambda q: run(q=q), q, turn)
+
+
+def _check_products(
+    op: str, products: str, q: jax.Array, cache: Cache | None, method: str | None, batch_invariant: bool
+) -> None:
+    """Refuses what there are no products of e4m3 for."""
+    if q.dtype != jnp.bfloat16:
+        raise _check.error(ValueError, op, "q", q, f"bfloat16 with products={products!r}")
+    if cache is not None and cache.is_packed:
+        raise _check.error(ValueError, op, "products", products, "None with a packed Cache")
+    if method == "two_pass":
+        raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
+    if batch_invariant:
+        raise _check.error(ValueError, op, "products", products, "None with batch_invariant=True")
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:

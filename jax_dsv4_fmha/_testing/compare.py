@@ -23,6 +23,11 @@ KERNEL = {"o": Tolerance(8e-4, 3.01 / 128, 7e-6), "lse": Tolerance(4e-6, 2.01 / 
 some units, and has their rounding
 """
 
+E4M3 = {"o": Tolerance(2.5e-3, 6.01 / 128, 6e-5), "lse": Tolerance(3e-3, 2.01 / 8192, 1e-6)}
+"""a kernel by products of e4m3 against its definition; sums of products keep some 14 bits, and a weight near a tie may
+be rounded to the other side
+"""
+
 FP32 = {"o": Tolerance(1e-6, 1e-3, 1e-10), "lse": Tolerance(3e-6, 1e-6, 1e-12)}
 """the reference in fp32 against float64"""
 
