@@ -143,6 +143,7 @@ def test_units_are_powers_of_two_and_numbers():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("h", [5, 64, 80, 128])
 @pytest.mark.parametrize("compressed", ["chosen", "dense", "none"])
 def test_the_kernel_equals_the_definition(compressed, h):

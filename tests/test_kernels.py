@@ -89,7 +89,10 @@ def test_sass(key):
     if isinstance(variant, FewRowsProduct):  # 64 of k at a time; boxes of 64 columns, and one of x
         assert count["HGMMA"] == 4 and count["UTMALDG"] == (4 if variant.norms else 2) + 1, count
         of_cluster = 4 if variant.norms else variant.parts
-        assert sum(o.startswith("LD.E.128") for o in opcodes) == of_cluster, opcodes
+        loops = 1 + (
+            variant.op == "few_rows_product_index_query" and variant.dtype == "float16"
+        )  # with a norm, without
+        assert sum(o.startswith("LD.E.128") for o in opcodes) == loops * of_cluster, opcodes
         return
     if isinstance(variant, SeenSlots):  # of a thread 4 indices and 8 pages, and what a query has; 8 slots, 2 lengths
         loads, stores = (sum(opcode.startswith(x) for opcode in opcodes) for x in ("LDG", "STG"))
