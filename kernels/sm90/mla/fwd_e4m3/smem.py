@@ -19,7 +19,7 @@ ROWS_BY_TURNS = 2  # row tiles of which numbers are kept
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM. Of consumers each warp arrives once."""
+    """mbarriers in SMEM. Each warp of the consumers arrives once."""
 
     info: Ring  # what the producer found of a row tile
     k: Ring  # tiles of keys, one after the other
