@@ -1,0 +1,334 @@
+"""Faults planted in the kernels of attention at d 512 over keys that are not packed, codes of e4m3 among them: the
+interpreter must find and name each.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from interpreter import edits
+from interpreter.faults import PlantedFault
+from interpreter.kernels import attention
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.hazards import Deadlock, Leak, OutOfBounds, Race
+from tests.planted import (
+    KIB,
+    MLA_BARRIERS,
+    MLA_REGIONS,
+    SEEDS,
+    Subject,
+    arrive_at_once,
+    constants,
+    keys_unfenced,
+    run_with,
+    without,
+)
+from tests.symptoms import EARLY, early, late, unfenced, unordered
+
+SPAN = "mla_span_fwd_sm_90a_d512_bfloat16"
+LATENT = Subject(  # four tiles of 64 keys
+    SPAN, {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000}, MLA_BARRIERS, MLA_REGIONS
+)
+TURNED = Subject(  # two tiles of rows, two of keys
+    "mla_span_fwd_turned_sm_90a_d512_bfloat16",
+    {"b": 1, "s_q": 9, "s_kv": 70, "h_q": 8, "width": 1000},
+    MLA_BARRIERS,
+    {**MLA_REGIONS, "squares": 512},
+)
+LONG_ODD = Subject(  # whose odd tiles have 16 keys more: 64 keys and 71
+    SPAN + "_h63",
+    {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},
+    MLA_BARRIERS,
+    {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
+)
+GATHERED = Subject(
+    "mla_sparse_fwd_sm_90a_d512_bfloat16",
+    {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
+    MLA_BARRIERS,
+    MLA_REGIONS,
+)
+FEW_HEADS = Subject(
+    "csa_fwd_sm_90a_d512_bfloat16_h16",
+    {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
+    "",
+    {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
+)
+E4M3 = Subject(  # two tiles and four, after two of q
+    "csa_fwd_e4m3_sm_90a_d512_bfloat16",
+    {"b": 1, "s_q": 3, "s_kv": 90, "h_q": 8, "s_kv1": 300, "topk": 200},
+    " ".join(
+        f"{ring}_{state}{stage}"
+        for ring, stages in (("info", 2), ("k", 5), ("p", 4), ("sums", 2))
+        for state in ("full", "empty")
+        for stage in range(stages)
+    ),
+    {"q": 32 * KIB, "k": 5 * 32 * KIB, "p": 4 * 4 * KIB, "factor": KIB, "rose": 64, "sums": 512},
+)
+
+
+def queries_unfenced(text: str) -> str:
+    """No fence after Q is turned, before the other warpgroup multiplies it."""
+    return edits.replace(text, r"fence\.proxy\.async\.shared::cta;(\s+bar\.sync\s+3, 256;)", lambda m: m[1])
+
+
+def queries_not_awaited(text: str) -> str:
+    """Left does not wait until Q is turned."""
+    return edits.replace(text, r"bar\.sync\s+3, 256;", "bar.arrive 3, 256;", slice(0, 1))
+
+
+def fence_before(what: str) -> Callable[[str], str]:
+    """No proxy fence where this comes next."""
+    return lambda text: edits.replace(text, rf"fence\.proxy\.async\.shared::cta;(\s+{what})", lambda m: m[1])
+
+
+def weights_unfenced(text: str) -> str:
+    """The first fence before a meeting of a consumer's warps is missing."""
+    met = r"fence\.proxy\.async\.shared::cta;(\s+bar\.sync\s+1, 128;)"
+    return edits.replace(text, met, lambda m: m[1], slice(0, 1))
+
+
+def named_barrier_count(text: str) -> str:
+    return edits.replace(text, r"bar\.sync\s+1, 128;", "bar.sync 1, 256;")
+
+
+def longer_tile(tensor: TensorMap) -> TensorMap:
+    """A tile of keys that overlap others goes on after its end."""
+    d, keys, *others = tensor.extents
+    return dataclasses.replace(tensor, extents=(d, keys + 1, *others))
+
+
+FAULTS = [
+    PlantedFault(
+        "a key after a tile's last, where there are to be zeros",
+        LATENT,
+        OutOfBounds,
+        r"a tensor map reads past the end of k0",
+        parameters={"cut_k0.map": longer_tile},
+    ),
+    PlantedFault(
+        "a named barrier that restates the number of threads",
+        LATENT,
+        Deadlock,
+        r"named barrier 1: 128 of 256 threads",
+        named_barrier_count,
+    ),
+    PlantedFault(
+        "P read before the softmax barrier",
+        LATENT,
+        EARLY,
+        unordered(r"wgmma", "p", r"stmatrix"),
+        LATENT.without_wait("p_shared0", slice(0, 1)),
+    ),
+    PlantedFault(
+        "the maximum read before it is handed over",
+        LATENT,
+        EARLY,
+        early(r"ld\.shared", "max", r"st\.shared"),
+        LATENT.without_wait("max_shared0", slice(0, 1)),
+    ),
+    PlantedFault(
+        "P shared without a proxy fence",
+        LATENT,
+        Race,
+        unfenced("p", r"stmatrix"),
+        without(r"fence\.proxy\.async"),
+    ),
+    PlantedFault(
+        "the norm of q without eps",
+        TURNED,
+        Wrong,
+        r"lse is wrong in 63 of 72 rows, first in batch entry 0, query 0, head 0 ",
+        parameters={"eps": lambda x: 0.0},
+        answers=lambda x, scale: attention.answer(x, scale, eps=0.0),
+    ),
+    PlantedFault(
+        "a row turned by the next query's position",
+        TURNED,
+        OutOfBounds,
+        r"ld\.global\.[^\n]*\n[^\n]*table",
+        parameters={"table": lambda address: address + 256},
+    ),
+    PlantedFault(
+        "Q turned without a proxy fence",
+        TURNED,
+        Race,
+        unfenced("q", r"st\.shared"),
+        queries_unfenced,
+    ),
+    PlantedFault(
+        "Q and its squares read before they are there",
+        TURNED,
+        EARLY,
+        early(r"ld\.shared", "squares", r"st\.shared"),
+        queries_not_awaited,
+    ),
+    PlantedFault(
+        "gathered keys read without a proxy fence",
+        GATHERED,
+        Race,
+        unfenced("k", r"cp\.async"),
+        keys_unfenced,
+    ),
+    PlantedFault(
+        "arrives before its copies are there",
+        GATHERED,
+        EARLY,
+        early(r"wgmma", "k", r"cp\.async"),
+        arrive_at_once,
+    ),
+    PlantedFault(
+        "odd columns in place of even ones",
+        E4M3,
+        Wrong,
+        r"^o is wrong in \d+ of .*; lse is right",
+        constants(_25632=0x7531),
+    ),
+    PlantedFault(
+        "a byte of a pair for two keys",
+        E4M3,
+        Wrong,
+        r"^o is wrong in \d+ of .*; lse is right",
+        constants(_25632=0x4420),
+    ),
+    PlantedFault(
+        "the unit of another batch entry",
+        E4M3,
+        OutOfBounds,
+        r"ld\.global[^\n]*\n[^\n]*table",
+        parameters={"table": lambda address: address + 4},
+    ),
+    PlantedFault(
+        "codes of keys and q read without a proxy fence",
+        E4M3,
+        Race,
+        unfenced("(k|q)", r"(cp\.async|st\.shared)"),
+        fence_before(r"// begin inline asm\s+mov\.b32"),
+    ),
+    PlantedFault(
+        "codes of P read without a proxy fence",
+        E4M3,
+        Race,
+        unfenced("p", r"st\.shared"),
+        fence_before(r"bar\.warp\.sync\s+-1;"),
+    ),
+    PlantedFault(
+        "codes announced before they are there",
+        E4M3,
+        EARLY,
+        early(r"(wgmma|ldmatrix|ld\.shared)", "k", r"cp\.async"),
+        arrive_at_once,
+    ),
+    PlantedFault(
+        "codes of P read before they are there",
+        E4M3,
+        EARLY,
+        unordered(r"(wgmma|ld\.shared)", "(p|rose|factor)", r"st\.shared"),
+        E4M3.without_wait("p_full0"),
+    ),
+    PlantedFault(
+        "codes of P written over others that are still read",
+        E4M3,
+        EARLY,
+        unordered(r"(wgmma|ld\.shared)", "(p|rose|factor)", r"st\.shared"),
+        E4M3.without_wait("p_empty0"),
+        case={"s_kv1": 600, "topk": 600},  # more tiles than places
+    ),
+    PlantedFault(
+        "codes of keys written over others that are still read",
+        E4M3,
+        Race,
+        r"cp\.async[^\n]*\n\s+overwrites SMEM of k while nothing orders this",
+        E4M3.without_wait("k_empty0"),
+    ),
+    PlantedFault(
+        "the sum of a tile added before it is complete",
+        E4M3,
+        Race,
+        r"reads register %r\d+ while the wgmma of line \d+ may still write it",
+        without(r"wgmma\.wait_group", slice(-1, None)),
+    ),
+    PlantedFault(
+        "weights of a few heads without a proxy fence",
+        FEW_HEADS,
+        Race,
+        unfenced("p", r"stmatrix"),
+        weights_unfenced,
+    ),
+    PlantedFault(
+        "weights of a few heads multiplied before all warps have shared them",
+        FEW_HEADS,
+        EARLY,
+        unordered(r"wgmma", "p", r"stmatrix"),
+        without(r"bar\.sync\s+1, 128", slice(1, 2)),
+    ),
+    PlantedFault(
+        "values handed back before they are multiplied",
+        FEW_HEADS,
+        Race,
+        late(r"cp\.async", "k", r"wgmma"),
+        without(r"wgmma\.wait_group\.sync\.aligned\s+2"),
+        case={"topk": 300},
+    ),
+    PlantedFault(
+        "weights of a few heads shared while O leaves from their place",
+        FEW_HEADS,
+        Race,
+        late(r"stmatrix", "p", r"tma"),
+        without(r"cp\.async\.bulk\.wait_group\.read\s+0"),
+    ),
+    PlantedFault(
+        "O's slab overwritten while TMA reads it",
+        LATENT,
+        Race,
+        late(r"stmatrix", "[op]", r"tma"),  # slabs go through both by turns
+        without(r"cp\.async\.bulk\.wait_group\.read\s+1"),
+    ),
+    PlantedFault(
+        "the last keys of an odd tile announced before they have come",
+        LONG_ODD,
+        EARLY,
+        early(r"wgmma", "k", r"cp\.async"),
+        arrive_at_once,
+    ),
+    PlantedFault(
+        "the last keys of an odd tile copied while those before are read",
+        LONG_ODD,
+        Race,
+        r"overwrites SMEM of k [^\n]*nothing orders this and the write by cp\.async",
+        LONG_ODD.without_wait("k_empty3", slice(-1, None)),
+    ),
+    PlantedFault(
+        "the last keys of an odd tile read without a proxy fence",
+        LONG_ODD,
+        Race,
+        unfenced("k", r"cp\.async"),
+        keys_unfenced,
+    ),
+    PlantedFault(
+        "O staged while the weights in its place are multiplied",
+        LONG_ODD,
+        Race,
+        r"stmatrix[^\n]*\n\s+overwrites SMEM of p [^\n]*nothing orders this and the write by [^\n]*stmatrix",
+        LONG_ODD.without_wait("all_read"),
+    ),
+    PlantedFault(
+        "the last store of O not waited for",
+        LATENT,
+        Leak,
+        r"ends while TMA may still read shared memory",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+0", slice(-1, None)),
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name.replace(" ", "-"))
+def test_is_found(fault):
+    fault.check(run_with, seeds=SEEDS)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("subject", [LATENT, TURNED, LONG_ODD, GATHERED, FEW_HEADS, E4M3], ids=str)
+def test_nothing_is_found_without_a_fault(subject):
+    subject.judge_as_it_is()
