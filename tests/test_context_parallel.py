@@ -494,7 +494,7 @@ def gpus():
     return devices
 
 
-SMALL = {"hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 64, "index_topk": 128}
+SMALL = {"hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 64}
 
 
 @pytest.mark.gpu
@@ -503,10 +503,13 @@ SMALL = {"hidden_size": 256, "q_lora_rank": 128, "o_lora_rank": 64, "index_topk"
 @pytest.mark.parametrize("kind, packed", [("Auto", False), ("Explicit", True)])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_layer_on_gpus(ratio, kind, packed, is_zigzag, monkeypatch):
-    """Output and gradients of a sequence over all GPUs are those of one of them, by the same kernels."""
+    """Output and gradients of a sequence over all GPUs are those of one of them, by the same kernels. Every past entry
+    is chosen: products over fewer rows may round otherwise, and entries with nearly one score then change places.
+    """
     devices = gpus()
     monkeypatch.setattr(sharding, "LONG_TRIANGLE", 256)
-    layer, s = from_config(FLASH | SMALL)[RATIOS.index(ratio)], 512 * len(devices)
+    s = 512 * len(devices)
+    layer = from_config(FLASH | SMALL | {"index_topk": s // 4})[RATIOS.index(ratio)]
     params, x = layer.init(jax.random.key(0), jnp.bfloat16), normal(1, 1, s, 256).astype(jnp.bfloat16)
     ids = (jnp.arange(s) * 3 // s)[None] if packed else None
 
@@ -537,10 +540,13 @@ def near(got, want, tolerance=1e-2):
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("kind, is_zigzag", [("Auto", False), ("Explicit", True)])
 def test_v41_on_gpus(kind, is_zigzag):
-    """V4.1's layers, one of which chooses within another one's candidates, as in `test_model`."""
+    """V4.1's layers, one of which chooses within another one's candidates, as in `test_model`. Every past entry is
+    chosen.
+    """
     devices = gpus()
+    s = 256 * len(devices)
     more = {"num_hidden_layers": 4, "compress_ratios": [2, 1, 1, 1], "index_source_layer_ids": [0, 1, 3]}
-    layers, s = from_config(FLASH_41 | SMALL | more | {"candidate_topk_blocks": 32}), 512 * len(devices)
+    layers = from_config(FLASH_41 | SMALL | more | {"candidate_topk_blocks": s // 8, "index_topk": s})
     params = [layer.init(jax.random.key(i), jnp.bfloat16) for i, layer in enumerate(layers)]
     x, order = normal(1, 1, s, 256).astype(jnp.bfloat16), len(devices) if is_zigzag else None
     mesh = jax.make_mesh((len(devices),), ("context",), axis_types=(KINDS[kind],), devices=devices)
@@ -560,4 +566,4 @@ def test_v41_on_gpus(kind, is_zigzag):
         want = np.asarray(jax.jit(f)(*jax.device_put((params, x), devices[0])), np.float32)
         given = jax.device_put(params, whole), jax.device_put(zigzag(x, order) if order else x, rows)
         got = np.asarray(jax.jit(functools.partial(f, order=order))(*given), np.float32)
-        near(unzigzag(got, order) if order else got, want, 5e-2)  # another entry where two score nearly alike
+        near(unzigzag(got, order) if order else got, want)

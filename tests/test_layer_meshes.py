@@ -364,7 +364,9 @@ def test_errors():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_steps_on_gpus(ratio, dtype, how):
-    """A chunk of a prompt and steps after it by kernels, over all GPUs and on one."""
+    """A chunk of a prompt and steps after it by kernels, over all GPUs and on one. Every past entry is chosen: where a
+    choice leaves some out, entries with nearly one score may change places.
+    """
     if len(devices := jax.devices("cuda")) < 2:
         pytest.skip("needs two GPUs")
     b = 2 * len(devices)
@@ -387,8 +389,8 @@ def test_steps_on_gpus(ratio, dtype, how):
     given = jax.tree.map(lambda x, spec: put(mesh, x, *spec), params, specs)
     got = jax.jit(f)(given, put(mesh, x, batch), jax.tree.map(lambda x: put(mesh, x, batch), cache))
     got, want = (np.asarray(y, np.float32) for y in (got, want))
-    for part in (slice(0, 296), slice(296, 300)):  # another entry may be chosen where two score nearly alike
-        assert np.linalg.norm((got - want)[:, part]) <= 5e-2 * np.linalg.norm(want[:, part])
+    for part in (slice(0, 296), slice(296, 300)):
+        assert np.linalg.norm((got - want)[:, part]) <= 1e-2 * np.linalg.norm(want[:, part])
 
 
 def of_gpus(ratio):
@@ -396,6 +398,6 @@ def of_gpus(ratio):
     config = {
         "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64,
         "q_lora_rank": 128, "o_groups": 8, "o_lora_rank": 64, "sliding_window": 128, "compress_ratios": [0, 4, 128],
-        "index_n_heads": 64, "index_head_dim": 128, "index_topk": 64, "rope_theta": 1e4, "compress_rope_theta": 1.6e5,
+        "index_n_heads": 64, "index_head_dim": 128, "index_topk": 128, "rope_theta": 1e4, "compress_rope_theta": 1.6e5,
     }  # fmt: skip
     return from_config(config)[config["compress_ratios"].index(ratio)]
