@@ -42,6 +42,11 @@ def number_held(entries, device, n):
     return rounds * TURN + jnp.clip(rest - device * TURN, 0, TURN)
 
 
+def number_before(score, entry, scores, entries):
+    """How many of all candidates come before each: those that score higher, and the lower entries of its own score."""
+    return ((scores > score) | ((scores == score) & (entries < entry))).sum(-1)
+
+
 def append(held, mesh, entry, key, place):
     """Entry and key `[b, n, …]` of the entries number `place` int32 `[b, n]`, each kept by the device that holds it."""
     (ring,) = mesh.axis_names
@@ -70,10 +75,10 @@ def attend(q, index_q, weights, window_cache, held, lengths, sink, *, mesh, rati
         seen = Span(0, number_held(jnp.maximum(positions + 1, 0) // ratio, me, n))
         indices, scores = lightning_indexer(index_q, keys, weights, topk=topk, span=seen, return_scores=True)
 
-        entry = jnp.where(indices < 0, -1, (indices // TURN * n + me) * TURN + indices % TURN)
-        of_all = (jax.lax.all_gather(x, ring, axis=-1, tiled=True) for x in (-scores, entry))
-        worst, last = (x[..., topk - 1 : topk] for x in jax.lax.sort(tuple(of_all), num_keys=2))  # of the choice
-        chosen = (-scores < worst) | ((-scores == worst) & (entry <= last))  # the lower entry wins a tie
+        score = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # which come last, but before those that are absent
+        entry = jnp.where(indices < 0, 2**31 - 1, (indices // TURN * n + me) * TURN + indices % TURN)
+        of_all = (jax.lax.all_gather(x, ring, axis=-1, tiled=True)[..., None, :] for x in (score, entry))
+        chosen = number_before(score[..., None], entry[..., None], *of_all) < topk
 
         here = sparse_fmha(q, entries, jnp.where(chosen, indices, -1))
         os, lses = (jax.lax.all_gather(x, ring) for x in here)

@@ -141,10 +141,11 @@ class TestBench:
         [
             devices.SequenceRow(tokens=256, ratio=4, has_gradient=True),
             devices.LongCacheRow(b=2, tokens=1024),
+            devices.LongCacheRow(b=2, tokens=1024, layers=2),
             devices.SequenceRow(tokens=1024, ratio=128, is_zigzag=True),
             devices.SequenceRow(tokens=256, ratio=0, devices=9),
         ],
-        ids=["sequence", "cache", "zigzag", "too many"],
+        ids=["sequence", "cache", "cache of layers", "zigzag", "too many"],
     )
     def test_over_several_devices(self, row, small_layers, monkeypatch):
         """Both programs give the same numbers, and a record says how long each takes; or why there is none."""

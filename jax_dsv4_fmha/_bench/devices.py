@@ -120,11 +120,16 @@ class SequenceRow(DevicesRow):
 
 @dataclass(frozen=True, kw_only=True)
 class LongCacheRow(DevicesRow):
-    """A step of generation after a context whose entries and index keys the devices share: examples/long_cache.py."""
+    """A step of generation after a context whose entries and index keys the devices share: examples/long_cache.py.
+
+    A layer's queries are what the layer before it made, so a program of several begins each one after the other. All
+    read one cache, which is too large for L2.
+    """
 
     b: int
     tokens: int
     ratio: int = 4
+    layers: int = 1
 
     @property
     def entries(self) -> int:
@@ -132,7 +137,9 @@ class LongCacheRow(DevicesRow):
 
     @property
     def name(self) -> str:
-        return f"step of ratio {self.ratio} after {self.tokens}, b{self.b}, the cache over {self.devices} devices"
+        layers = f", {self.layers} layers" * (self.layers > 1)
+        after = f"step of ratio {self.ratio} after {self.tokens}, b{self.b}"
+        return f"{after}{layers}, the cache over {self.devices} devices"
 
     @property
     def case(self) -> dict[str, Any]:
@@ -143,13 +150,13 @@ class LongCacheRow(DevicesRow):
         """Of scores, and of attention to the window and the chosen entries."""
         seen = _of("sliding_window") + _of("index_topk")
         scores = 2.0 * _of("index_n_heads") * _of("index_head_dim") * self.entries
-        return self.b * (scores + 4.0 * _of("num_attention_heads") * _of("head_dim") * seen)
+        return self.layers * self.b * (scores + 4.0 * _of("num_attention_heads") * _of("head_dim") * seen)
 
     @property
     def bytes(self) -> float:
         """Of index keys, the window and the chosen entries."""
         seen = _of("sliding_window") + _of("index_topk")
-        return 2.0 * self.b * (self.entries * _of("index_head_dim") + seen * _of("head_dim"))
+        return 2.0 * self.layers * self.b * (self.entries * _of("index_head_dim") + seen * _of("head_dim"))
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
         importlib.import_module("examples.long_cache")  # only a clone has it, and only its root finds it
@@ -177,9 +184,18 @@ class LongCacheRow(DevicesRow):
         on_one = jax.device_put((entries, index_keys), mesh.devices.flat[0])
         many = functools.partial(example.attend, mesh=mesh, window=window, **how)
         one = functools.partial(example.attend_on_one, window=window, **how)
+
+        def step(attend: Callable[..., Any], q: jax.Array, index_q: jax.Array, *others: Any) -> Any:
+            o, lse = attend(q, index_q, *others)
+            for _ in range(1, self.layers):
+                o, lse = attend(o, o[:, :, :h_i, :d_i], *others)
+            return o, lse
+
         return {
-            "one": _compiled(one, (*before, *on_one, *after)),
-            "ours": _compiled(many, (*everywhere[0], example.Held(entries, index_keys), *everywhere[1])),
+            "one": _compiled(functools.partial(step, one), (*before, *on_one, *after)),
+            "ours": _compiled(
+                functools.partial(step, many), (*everywhere[0], example.Held(entries, index_keys), *everywhere[1])
+            ),
         }
 
 
@@ -236,7 +252,7 @@ SUITE = Suite(
     "#4f6f8f",
     (
         *(SequenceRow(tokens=65536, ratio=ratio, is_zigzag=zz) for ratio, zz in _ORDERS),
-        LongCacheRow(b=8, tokens=2**20),
+        *(LongCacheRow(b=8, tokens=2**20, layers=n) for n in (1, 8)),
         *(SequenceRow(tokens=65536, ratio=ratio, is_zigzag=zz, has_gradient=True) for ratio, zz in _ORDERS),
     ),
     table,
