@@ -28,14 +28,15 @@ struct FewRowsProduct {
               .low_columns = std::max<int64_t>(n.low_columns, 0),
               .square_tiles = std::max<int64_t>(n.n_squares, 0),
               .columns = std::max<int64_t>(n.columns, 0),
-              .column = call.column};
+              .column = call.column,
+              .parts = of_heads && !Indexes(call) ? 1 : call.parts};
     return ffi::Error::Success();
   }
 
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     const FewRowsProductChoices choices{.dtype = call.x.dtype,
                                         .to_float32 = call.y.dtype == ffi::F32,
-                                        .parts = shape->makes_heads != 0 ? 1 : call.parts,
+                                        .parts = shape->parts,
                                         .to_fp8 = call.y.dtype == ffi::F8E4M3FN,
                                         .max_rows = shape->rows};
     const bool has_low_rank = call.gain.name != nullptr;

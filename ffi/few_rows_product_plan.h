@@ -17,20 +17,26 @@ struct FewRowsProductShape {
   int64_t low_columns;      // of y, the first, which are a low-rank query
   int64_t square_tiles;     // sums of squares of a row of it; where x is one that is left to be normed, of x
   int64_t columns, column;  // of an array with the weights of an indexer's heads, and the first of these
+  int64_t parts;            // into which CTAs cut k; none may be empty
 };
 
 constexpr int64_t kHead = 512, kIndexHead = 128;
+constexpr uint32_t kSlab = 64;        // of k at a time, and columns of a box
 constexpr int64_t kSquared = 128;     // numbers of a row whose squares are added up by one CTA
 constexpr int64_t kSquareTiles = 32;  // a lane of a warp takes one
 
 // Returns why it cannot be: empty if it can.
 inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
-  const auto& [rows, groups, k, n, type, makes_heads, takes_heads, indexes, low, squares, columns, column] = shape;
+  const auto& [rows, groups, k, n, type, makes_heads, takes_heads, indexes, low, squares, columns, column, parts] =
+      shape;
   for (auto [name, extent] : {std::pair{"rows", rows}, {"groups", groups}, {"k", k}, {"n", n}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
   for (auto [name, extent] : {std::pair{"k", k}, {"n", n}}) {
     if (extent % 8 != 0) return std::string(name) + " is " + std::to_string(extent) + ", wanted a multiple of 8";
+  }
+  if (const int64_t most = CeilDiv(k, kSlab); parts > most) {
+    return "parts is " + std::to_string(parts) + ", wanted at most " + std::to_string(most) + ", one for 64 of k";
   }
   if (takes_heads != 0 && k % kHead != 0) return "k is " + std::to_string(k) + ", wanted heads of 512";
   if (low % kSquared != 0 || low > n) {
@@ -53,7 +59,6 @@ inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
 
 inline Plan<FewRowsProductArguments> PlanFewRowsProduct(const FewRowsProductShape& shape, float eps, float scale,
                                                         const Tiles& tiles, const FewRowsProductAddresses& at) {
-  static constexpr uint32_t kSlab = 64;  // of k at a time, and columns of a box
   const int64_t rows = shape.rows, groups = shape.groups, k = shape.k, n = shape.n, type = shape.type;
   const int64_t bytes = ElementBytes(type);
   const TensorMapSpec x{.rank = 3,

@@ -142,6 +142,16 @@ def test_heads_and_batch_may_be_sharded(kind):
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
+def test_no_part_of_k_is_empty_where_devices_share_the_groups(monkeypatch):
+    """One device cuts 8 groups of 64 into 8 parts; one of two has 4 groups, so it has no more parts."""
+    seen, y = [], jnp.zeros((2, 1, 1, 256), jnp.bfloat16)
+    monkeypatch.setattr(raw, "few_rows_product", lambda x, w, *, dtype, parts: seen.append((w.shape, parts)) or (y,))
+    x, w = jnp.ones((2, 1, 8, 64), jnp.bfloat16), jnp.ones((1, 8, 64, 256), jnp.bfloat16)
+    for groups in (8, 4, 1):
+        _few_rows._summed_kernel(x[:, :, :groups], w[:, :groups], parts=raw.parts(8 * 64, 256, 1))
+    assert seen == [((1, 64 * parts, 256), parts) for parts in (8, 4, 1)]
+
+
 def test_products_under_vmap():
     given = operands()
     got = jax.jit(jax.vmap(lambda x: all_of(True, **x)))({name: jnp.stack([x, x]) for name, x in given.items()})

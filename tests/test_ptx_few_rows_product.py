@@ -213,6 +213,7 @@ def test_fault(fault):
     [
         ({"n": 12}, "n is 12, wanted a multiple of 8"),
         ({"rows": 0}, "rows is 0, wanted at least 1"),
+        ({"k": 200, "parts": 8}, "parts is 8, wanted at most 4, one for 64 of k"),
         ({"takes_heads": 1}, "k is 64, wanted heads of 512"),
         ({"low_columns": 8}, "low_columns is 8, wanted a multiple of 128, at most n = 16"),
         ({"n": 256, "low_columns": 256, "square_tiles": 1}, "n_squares is 1, wanted one for 128 of 256"),
