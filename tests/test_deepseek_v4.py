@@ -1,13 +1,13 @@
 """examples/deepseek_v4: the model by chunks, steps, pages and shards, its checkpoints, and its programs.
 
-tests/test_hf_model.py compares it with Hugging Face's.
+test_deepseek_v4_training.py has its training, and sequences over devices. test_hf_model.py compares it with Hugging
+Face's.
 """
 
 import functools
 import json
 import re
 import runpy
-import shutil
 import zlib
 
 import jax
@@ -655,33 +655,6 @@ def test_requests_that_begin_alike(speculate, own):
     assert bool(server.drafted) == bool(speculate)
 
 
-@pytest.mark.slow
-def test_train(tmp_path, capsys):
-    """Both losses fall; a program that goes on from a kept state has the same ones, on eight devices, too."""
-    how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
-    losses = np.array(train.main(**how))
-    assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
-    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
-    first = train.main(**how, keep=tmp_path / "a", until=9)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    (tmp_path / "config.json").write_text(json.dumps(common.small()))
-    second = train.main(**how, keep=tmp_path / "a", random=str(tmp_path / "config.json"))
-    assert len(first) == 9 and len(second) == 15
-    np.testing.assert_array_equal([*first, *second], losses)
-    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
-    np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)
-
-
 def test_random_models_are_known_by_name_or_file():
     with pytest.raises(SystemExit, match=r"--random: got 'v5', wanted v4, v4.1 or a config.json"):
         common.config_of("v5")
-
-
-@pytest.mark.gpu
-def test_train_on_a_gpu(tmp_path, cuda):
-    """In bfloat16 with kernels: both losses fall, and a program that goes on has nearly the same ones."""
-    how = {"steps": 24, "b": 4, "s": 256, "every": 8}
-    losses = np.array(train.main(**how))
-    assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
-    first = train.main(**how, keep=tmp_path, until=9)
-    np.testing.assert_allclose([*first, *train.main(**how, keep=tmp_path)], losses, rtol=0.05)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,12 +71,12 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def mesh_of(tensor: int, expert: int, data: int | None = None) -> Iterator[Mesh]:
-    """All devices as (data, tensor, expert), which functions find around them; with data, fewer devices."""
-    data = data or jax.device_count() // (tensor * expert)
-    devices = jax.devices()[: data * tensor * expert]
-    shape, names = (data, tensor, expert), ("data", "tensor", "expert")
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 3, devices=devices)
+def mesh_of(tensor: int, expert: int, data: int | None = None, context: int = 1) -> Iterator[Mesh]:
+    """All devices as (data, context, tensor, expert), which functions find around them; with data, fewer devices."""
+    data = data or jax.device_count() // (context * tensor * expert)
+    shape, names = (data, context, tensor, expert), ("data", "context", "tensor", "expert")
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
     with jax.set_mesh(mesh):
         yield mesh
 

@@ -12,8 +12,9 @@ stochastic mix stand where other models add residuals. V4.1 has engrams in two l
 experts, and most of its layers attend to what earlier ones have made.
 
 `Model` is the static part, and `Model.from_config` makes it from a config.json: V4-Flash, V4-Pro, V4.1-Flash.
-Parameters are a dict that `init` or `weights.load` makes. In a mesh with axes "data", "tensor" and "expert"
-(`jax.set_mesh`), `partition` says how parameters lie, and everything else follows from it.
+Parameters are a dict that `init` or `weights.load` makes. In a mesh with axes "data", "context", "tensor" and "expert"
+(`jax.set_mesh`), `partition` says how parameters lie. Everything else follows from it and from where tokens are: "data"
+may share out sequences, and "context" the tokens of each.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config
+from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag, zigzag
 
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, products
@@ -151,13 +152,18 @@ class Model:
 
     # ---- the model, in the order in which a token sees it
 
-    def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """float32 logits `[b, s, vocabulary]` of whole sequences `[b, s]`, without caches."""
+    def __call__(self, params: Any, tokens: jax.Array, order: int | None = None) -> jax.Array:
+        """float32 logits `[b, s, vocabulary]` of whole sequences `[b, s]`, without caches.
+
+        order: an int, if "context" shares out tokens, which are in `layers.zigzag` order over so many devices. Logits
+          are in that order.
+        """
 
         def attend(layer, p, x, _, shared):
-            return layer(p, x, shared=shared)
+            return layer(p, x, shared=shared, zigzag=order)
 
-        rows, _ = self.rows(params, tokens)
+        rows, _ = self.rows(params, unzigzag(tokens, order) if order else tokens)
+        rows = {i: zigzag(x, order) for i, x in rows.items()} if order else rows
         return self.forward(params, tokens, rows, [None] * len(self.layers), attend).logits
 
     def read(
@@ -297,10 +303,7 @@ class Model:
             for i, of in enumerate((slice(n), slice(n, 2 * n), slice(2 * n, None)))
         )
         stochastic = functools.partial(doubly_stochastic, iterations=self.sinkhorn, eps=self.hc_eps)
-        if not (mesh := jax.sharding.get_abstract_mesh()).empty:
-            of_tokens = P("data" if x.shape[0] % mesh.shape["data"] == 0 else None)
-            stochastic = jax.shard_map(stochastic, in_specs=of_tokens, out_specs=of_tokens)
-        mix = stochastic(mix.reshape(*mix.shape[:-1], n, n))
+        mix = on_own_tokens(stochastic, mix.reshape(*mix.shape[:-1], n, n))
         return jax.nn.sigmoid(pre) + self.hc_eps, 2 * jax.nn.sigmoid(post), mix
 
     # ---- experts
@@ -310,10 +313,10 @@ class Model:
         """The routed experts and the shared one of x `[b, s, hidden]`; and how many tokens each routed one got."""
         weights, chosen = self.routed(p["gate"], routing, x, tokens)
         load = jnp.bincount(chosen.ravel(), length=self.experts)
-        mesh, of_experts = jax.sharding.get_abstract_mesh(), self.of_experts
-        if not mesh.empty:
-            axes = ("data",) if x.shape[0] % mesh.shape["data"] == 0 else ()
-            rows, specs = P(axes or None), self._partition_moe()
+        of_experts = self.of_experts
+        if not jax.sharding.get_abstract_mesh().empty:
+            rows, specs = rows_of(x), self._partition_moe()
+            axes = tuple(name for name in rows if name)
             w13, w2 = (
                 in_file(specs[name], p[name].axes) if isinstance(p[name], Packed) else specs[name]
                 for name in ("w13", "w2")
@@ -342,7 +345,8 @@ class Model:
         if routing.ndim == 2:
             chosen = routing[tokens]
         else:
-            chosen = jax.lax.top_k(jax.lax.stop_gradient(scores) + routing, self.chosen)[1]
+            best = lambda scores: jax.lax.top_k(scores, self.chosen)[1]  # noqa: E731
+            chosen = on_own_tokens(best, jax.lax.stop_gradient(scores) + routing)
         weights = jnp.take_along_axis(scores, chosen, -1)
         return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
 
@@ -470,6 +474,19 @@ class Streams(NamedTuple):
     """`[b, s, n, hidden]`"""
     pre: jax.Array
     """float32 `[b, s, n]`: how the next sublayer takes them in, in V4.1"""
+
+
+def rows_of(x: jax.Array) -> P:
+    """Which axes of the mesh share out x `[b, s, …]`: those whose devices then have as much as one another."""
+    size = jax.sharding.get_abstract_mesh().shape
+    return P(*(name if n % size[name] == 0 else None for name, n in zip(("data", "context"), x.shape, strict=False)))
+
+
+def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """f(x) of x `[b, s, …]`, by each device for its own tokens: XLA would gather them for a sort or a kernel."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return f(x)
+    return jax.shard_map(f, in_specs=rows_of(x), out_specs=rows_of(x))(x)
 
 
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -2,11 +2,13 @@
 
 The indexers learn from attention to the entries they chose, the balance of experts from their loads, everything else
 from the next token. Parameters and Adam's moments are in float32 and shared out over all devices: over "tensor" and
-"expert" as the model's products are, and what is left over "data". A layer gathers its own part over "data" in the
-dtype it computes in. The directory keeps the last states; a program that finds one there goes on with it.
+"expert" as the model's products are, and what is left over "data" and "context". A layer gathers its own part over the
+latter two in the dtype it computes in. "context" shares out the tokens of each sequence, in zigzag order, in which
+devices have equal work. The directory keeps the last states; a program that finds one there goes on with it.
 """
 
 import functools
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import indexer_loss
-from jax_dsv4_fmha.layers import Shared
+from jax_dsv4_fmha.layers import Shared, zigzag
 
 from . import common
 from .model import FIXED, Model, Streams
@@ -33,6 +35,8 @@ POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
 }
 """what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
+REST = ("data", "context")
+"""the mesh axes that share out states beside the model's own"""
 PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """dense bfloat16 FLOP/s of a device whose kind has this in its name"""
 
@@ -45,19 +49,32 @@ class State(NamedTuple):
 
 
 def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    """The loss that is minimised; the tokens', the indexers', and the loads of the experts `[layers, experts]`."""
+    """The loss that is minimised; the tokens', the indexers', and the loads of the experts `[layers, experts]`.
+
+    tokens: `[b, s]` in their own order, whole on every device of "context".
+    """
+    context = jax.sharding.get_abstract_mesh().shape["context"]
+    order = context if context > 1 else None
     specs, like = model.partition(), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
 
     def ready(params: Any, *path: Any) -> Any:
-        """Parameters as the model computes with them: their dtype, and whole over "data"."""
+        """Parameters as the model computes with them: their dtype, and whole over "data" and "context"."""
         spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
         return jax.tree.map(lambda x, p, s: jax.lax.with_sharding_constraint(x.astype(s.dtype), p), params, spec, shape)
 
+    def shared_out(x: jax.Array) -> jax.Array:
+        """What each token has, `[b, s, …]`, where the token is."""
+        return jax.lax.with_sharding_constraint(zigzag(x, order), P("data", "context")) if order else x
+
     rows, _ = model.rows(fixed, tokens)
+    rows = {i: shared_out(x) for i, x in rows.items()}
+    b, s = tokens.shape
+    following, has_following = jnp.roll(tokens, -1, 1), jnp.broadcast_to(jnp.arange(s) < s - 1, (b, s))
+    tokens, following, has_following = map(shared_out, (tokens, following, has_following))
 
     def block(i: int, p: Any, streams: Streams, shared: Shared) -> tuple[Streams, Shared, jax.Array, jax.Array]:
         def attend(layer, p, x, _, shared):
-            return layer(p, x, shared=shared)
+            return layer(p, x, shared=shared, zigzag=order)
 
         p = ready(p, "layers", i)
         streams = model.reminded(i, fixed, p, streams, rows.get(i))
@@ -73,8 +90,8 @@ def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, toke
         x, shared, of_indexer, load = layer(p, x, shared)
         of_indexers += of_indexer
         loads.append(load)
-    logits = model.logits(others, x)[:, :-1]
-    of_tokens = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    of_each = optax.softmax_cross_entropy_with_integer_labels(model.logits(others, x), following)
+    of_tokens = jnp.where(has_following, of_each, 0).sum() / (b * (s - 1))
     return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads))
 
 
@@ -113,7 +130,7 @@ class Trainer:
 
     @functools.cache  # noqa: B019
     def shardings(self) -> State:
-        """Where the parts of a state lie: as the model has them, and over "data" along an axis that is whole there."""
+        """Where the parts of a state lie: as the model has them, and over REST along an axis that is whole there."""
         specs = self.model.partition()
         shapes = jax.eval_shape(lambda: self.model.init(jax.random.key(0), jnp.float32))
         fixed = {name: specs.pop(name) for name in FIXED if name in specs}
@@ -122,10 +139,10 @@ class Trainer:
 
         def sharding(spec: P, x: jax.ShapeDtypeStruct) -> NamedSharding:
             axes = [*spec, *[None] * (x.ndim - len(spec))]
-            data = self.mesh.shape["data"]
-            free = [n for n, axis in enumerate(axes) if axis is None and x.shape[n] % data == 0]
+            rest = math.prod(self.mesh.shape[axis] for axis in REST)
+            free = [n for n, axis in enumerate(axes) if axis is None and x.shape[n] % rest == 0]
             if x.ndim > 1 and free:
-                axes[max(free, key=lambda n: x.shape[n])] = "data"
+                axes[max(free, key=lambda n: x.shape[n])] = REST
             return NamedSharding(self.mesh, P(*axes))
 
         learned = jax.tree.map(sharding, specs, shapes)
@@ -175,12 +192,13 @@ def main(
     every: int = 10,
     tensor: int = 1,
     expert: int = 1,
+    context: int = 1,
     data: int | None = None,
     until: int | None = None,
     random: str = "v4",
 ) -> list[tuple[float, float]]:
     """Prints losses, tokens/s and MFU, and returns the losses (tokens', indexers') of each step from the first made."""
-    with common.mesh_of(tensor, expert, data) as mesh:
+    with common.mesh_of(tensor, expert, data, context) as mesh:
         model, params = common.opened(checkpoint, mesh, jnp.float32, random=random)
         trainer = Trainer(model, mesh, steps, rate, remat)
         state, first = trainer.begin(params), 0
@@ -225,6 +243,7 @@ def arguments() -> dict:
     parser.add_argument(
         "--remat", choices=POLICIES, default="but-attention", help="what the backward pass computes anew"
     )
+    parser.add_argument("--context", type=int, default=1, help="devices that share out each sequence (default: 1)")
     for name, default, what in (
         ("steps", 50, "of the whole schedule"),
         ("b", 8, "sequences of a batch"),

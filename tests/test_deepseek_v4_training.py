@@ -1,0 +1,124 @@
+"""examples/deepseek_v4: training, and sequences whose tokens devices share out in zigzag order."""
+
+import dataclasses
+import functools
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.deepseek_v4 import common, train
+from examples.deepseek_v4.model import FIXED
+from jax_dsv4_fmha.layers import unzigzag, zigzag
+
+from .helpers import collectives
+from .test_deepseek_v4 import assert_close, prompts, small
+
+
+def unrounded(model):
+    """Without V4.1's rounding, by which a number near a tie goes to either side."""
+
+    def plain(layer):
+        indexer = layer.indexer and dataclasses.replace(layer.indexer, fake_quantize=False)
+        return dataclasses.replace(layer, fake_quantize=False, indexer=indexer)
+
+    return dataclasses.replace(model, layers=tuple(map(plain, model.layers)))
+
+
+def placed(model, params, mesh):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, model.partition())
+
+
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
+def test_logits_in_zigzag_order(name):
+    """Over 2 devices that share tokens, and 2 of experts; V4.1's engrams hash words of tokens in their own order."""
+    model, params = small(name)
+    model, tokens = unrounded(model), prompts(2, 64)
+    want = jax.jit(model)(params, tokens)
+    with common.mesh_of(1, 2, data=1, context=2) as mesh:
+        x = jax.device_put(zigzag(tokens, 2), NamedSharding(mesh, P("data", "context")))
+        got = jax.jit(functools.partial(model, order=2))(placed(model, params, mesh), x)
+        assert got.sharding.shard_shape(got.shape)[1] == 32
+    assert_close(unzigzag(np.asarray(got), 2), want, 3e-4)
+
+
+def of_a_step(name, tokens, **axes):
+    """Losses and loads, gradients, and what collectives move."""
+    model, params = small(name)
+    model = unrounded(model)
+    with common.mesh_of(axes.get("tensor", 1), 1, data=axes.get("data", 1), context=axes.get("context", 1)) as mesh:
+        params = placed(model, params, mesh)
+        learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_it} for is_it in (False, True))
+        f = functools.partial(train.losses, model, jnp.float32, train.POLICIES["but-attention"])
+        x = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        step = jax.jit(jax.value_and_grad(f, has_aux=True)).lower(learned, fixed, x).compile()
+        return jax.device_get(step(learned, fixed, x)), collectives(step)
+
+
+@functools.cache
+def on_one_device(name):
+    return of_a_step(name, prompts(2, 128))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, axes",
+    [
+        ("v4", {"context": 2}),
+        ("v4", {"data": 2, "context": 2, "tensor": 2}),
+        ("v4", {"context": 4}),
+        ("v4.1", {"context": 4}),
+    ],
+)
+def test_a_step_in_zigzag_order(name, axes):
+    """Losses, the experts' loads and every gradient are those of one device."""
+    got, moved = of_a_step(name, prompts(2, 128), **axes)
+    jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, on_one_device(name))
+    assert "collective-permute" in moved
+
+
+@pytest.mark.slow
+def test_train_over_devices_that_share_sequences(tmp_path, capsys):
+    """The program has the same losses, and goes on from a state that one device kept."""
+    how = {"steps": 8, "b": 2, "s": 64, "every": 1, "data": 1, "keep": tmp_path}
+    train.main(**how, until=1)
+    shutil.copytree(tmp_path, want := tmp_path.with_name("want"))
+    got = train.main(**how, context=2, expert=2, until=3)
+    assert (
+        "mesh {'data': 1, 'context': 2, 'tensor': 1, 'expert': 2} of cpu devices, from step 1 on"
+        in capsys.readouterr().out
+    )
+    np.testing.assert_allclose(got, train.main(**how | {"keep": want}, until=3), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_train(tmp_path, capsys):
+    """Both losses fall; a program that goes on from a kept state has the same ones, on eight devices, too."""
+    how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
+    losses = np.array(train.main(**how))
+    assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
+    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
+    first = train.main(**how, keep=tmp_path / "a", until=9)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "config.json").write_text(json.dumps(common.small()))
+    second = train.main(**how, keep=tmp_path / "a", random=str(tmp_path / "config.json"))
+    assert len(first) == 9 and len(second) == 15
+    np.testing.assert_array_equal([*first, *second], losses)
+    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
+    np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_train_on_a_gpu(tmp_path, cuda):
+    """In bfloat16 with kernels: both losses fall, and a program that goes on has nearly the same ones."""
+    how = {"steps": 24, "b": 4, "s": 256, "every": 8}
+    losses = np.array(train.main(**how))
+    assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
+    first = train.main(**how, keep=tmp_path, until=9)
+    np.testing.assert_allclose([*first, *train.main(**how, keep=tmp_path)], losses, rtol=0.05)
