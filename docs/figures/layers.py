@@ -189,8 +189,8 @@ def devices() -> str:
         case, times = row["case"], [row["times"][name]["seconds"] for name in ("one", "ours")]
         kind = f"ratio {case['ratio']}" if case["ratio"] else "a window alone"
         if case["op"] == "long_cache":
-            of_layers = f" of {case['layers']} layers" * (case.get("layers", 1) > 1)
-            work = f"step{of_layers}, b {case['b']}, {case['tokens'] >> 10} Ki tokens, {kind}, the cache shared out"
+            layers = f" of {n} layers" if (n := case.get("layers", 1)) > 1 else ""
+            work = f"step{layers}, b {case['b']}, {case['tokens'] >> 10} Ki tokens, {kind}, the cache shared out"
         else:
             work = f"{'gradient and ' * case['has_gradient']}prompt of {case['tokens'] >> 10} Ki, {kind}"
             work += ", zigzag" * case["is_zigzag"]
