@@ -247,7 +247,8 @@ def _grouped_kernel(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int)
 def _summed_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
     b, s = x.shape[:2]
     flat, matrix = x.reshape(b, s, 1, -1), w.reshape(1, -1, w.shape[-1])
-    parts = min(parts, raw.parts(*matrix.shape[1:], 1))  # of devices that share the groups each has fewer of k
+    _, k, n = matrix.shape
+    parts = min(parts, raw.parts(k, n, 1))  # of devices that share the groups each has fewer of k
     (y,) = raw.few_rows_product(flat, matrix, dtype=x.dtype, parts=parts)
     return (y[:, :, 0],)
 
