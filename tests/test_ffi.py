@@ -46,8 +46,9 @@ from jax_dsv4_fmha._host import (
 )
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import calls, tables, targets
-from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
+from kernels.abi import ANY, FORWARD_OPS, Combine, Forward
 from kernels.packings import PACKED
+from kernels.params import TILING, gathers
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub
 
