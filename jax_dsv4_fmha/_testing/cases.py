@@ -120,8 +120,8 @@ def _attention() -> tuple[AttentionCase, ...]:
         *(
             decode(h, b=3, s_q=70, s_kv=900, page=64, ratio=4, topk=k, sink="normal", features=("e4m3", "nan", *more))
             for h, k, more in (
-                *((128, 130, ()), (16, 90, ("lengths",)), (64, 130, ("fp8",)), (7, 0, ("fp8", "lengths"))),
-                *((128, 200, ("v41_fp8", "ragged")), (64, 70, ("v4_fp4", "absent")), (80, 130, ("v41_fp4", "drafts"))),
+                *((128, 130, ()), (64, 90, ("lengths",)), (64, 130, ("fp8",)), (7, 0, ("fp8", "lengths"))),
+                *((128, 200, ("v41_fp8", "ragged")), (16, 70, ("v4_fp4", "absent")), (80, 130, ("v41_fp4", "drafts"))),
             )
         ),
         decode(128, b=2, s_q=64, s_kv=700, ratio=4, topk=200, features=("e4m3", "fp8", "nan")),
