@@ -8,6 +8,7 @@
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
 #include "indexer_within_plan.h"
+#include "key_codes_plan.h"
 #include "kv_insert_plan.h"
 #include "mha_backward_plan.h"
 #include "mla_backward_plan.h"
@@ -235,6 +236,14 @@ int dsv4_fmha_plan_seen_slots(const SeenSlotsShape* shape, int32_t tile_n, const
   Plan<SeenSlotsArguments> plan;
   const std::string reason = PlanSeenSlots(*shape, tile_n, *addresses, &plan);
   return Show(kSeenSlots.name, plan, reason, out, error, error_bytes);
+}
+
+// What makes codes of keys, or finds their greatest numbers, by CTAs of tile_m keys.
+int dsv4_fmha_plan_key_codes(const KeyCodesShape* shape, int32_t tile_m, const KeyCodesAddresses* addresses,
+                             ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<KeyCodesArguments> plan;
+  const std::string reason = PlanKeyCodes(*shape, tile_m, *addresses, &plan);
+  return Show(kKeyCodes.name, plan, reason, out, error, error_bytes);
 }
 
 }  // extern "C"

@@ -221,7 +221,7 @@ def dsv4_attention(
 def unit_of_keys(*keys: jax.Array) -> jax.Array:
     """float32 [b, 1, 1], or [1, 1, 1] where a pool [s, d] or [1, s, d] is among them."""
     units = [e4m3.unit_of(x if x.ndim == 3 else x[None], axes=(-2, -1)) for x in keys]
-    if any(len(x) == 1 for x in units):
+    if any(x.shape[0] == 1 for x in units):
         units = [jnp.max(x, 0, keepdims=True) for x in units]
     return functools.reduce(jnp.maximum, units)
 
@@ -240,7 +240,7 @@ def _front(kv_offset: Any) -> jax.Array:
     return -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale"))
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale", "products"))
 def dsv4_decode(
     q: jax.Array,
     window_cache: Cache,
@@ -255,6 +255,7 @@ def dsv4_decode(
     q_offset: Any = None,
     is_causal: bool = True,
     scale: float | None = None,
+    products: str | None = None,
 ) -> Attention:
     """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
     b, s_q, q32 = *q.shape[:2], q.astype(_FP32)
@@ -263,20 +264,34 @@ def dsv4_decode(
     position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
     is_query = (position >= 0) & (position < lengths)
 
-    def over(cache: Cache, seen: jax.Array, ring: bool) -> Attention:
-        """Attention over the entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
-        entries, held = _entries(cache)
-        room = held.shape[1]
-        at = jnp.where(seen < 0, -1, seen % room) if ring else seen
-        there = (at >= 0) & (at < room) & is_query[..., None]
-        there &= jax.vmap(lambda held, at: held[at])(held, jnp.where(there, at, 0))
-        return sparse_fmha(q32, entries, jnp.where(there, at, -1), scale=scale)
-
     end = jnp.minimum(first + s_q, lengths)
     oldest, newest = (position - window + 1, position) if is_causal else (first - window, end - 1)
+    caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
+    held = [_entries(cache) for cache in caches]
+    if products is not None:  # in a unit of what queries of the sequence may see
+        rings = [(jnp.maximum(oldest[:, :1], 0), end)]
+        if compressed_cache is not None:
+            room = compressed_cache.capacity
+            past = jnp.full_like(end, 2**31 - 1) if ratio is None else jnp.maximum(end, 0) // ratio
+            left = jnp.maximum(lengths // ratio - room, 0) if indices is None else jnp.zeros_like(end)
+            rings.append((left, past if indices is None else jnp.minimum(past, room)))
+        alive = [there & _holds(*ring, there.shape[1]) for ring, (_, there) in zip(rings, held, strict=True)]
+        kept = [jnp.where(there[..., None], x, 0) for there, (x, _) in zip(alive, held, strict=True)]
+        q32, *kept = rounded_for_products(q, *kept)
+        held = [(x, there) for x, (_, there) in zip(kept, held, strict=True)]
+
+    def over(held: tuple[jax.Array, jax.Array], seen: jax.Array, ring: bool) -> Attention:
+        """Attention over the entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
+        entries, held_there = held
+        room = held_there.shape[1]
+        at = jnp.where(seen < 0, -1, seen % room) if ring else seen
+        there = (at >= 0) & (at < room) & is_query[..., None]
+        there &= jax.vmap(lambda held, at: held[at])(held_there, jnp.where(there, at, 0))
+        return sparse_fmha(q32, entries, jnp.where(there, at, -1), scale=scale, products=products)
+
     near = (end - 1)[..., None] - jnp.arange(window + s_q, dtype=jnp.int32)[None, None]
     seen = (near >= oldest[..., None]) & (near <= newest[..., None])
-    parts = [over(window_cache, jnp.where(seen, near, -1), ring=True)]
+    parts = [over(held[0], jnp.where(seen, near, -1), ring=True)]
     if compressed_cache is not None:
         if indices is None:
             assert ratio is not None
@@ -290,9 +305,15 @@ def dsv4_decode(
             if topk_length is not None:
                 listed &= jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None] < topk_length[..., None]
             seen = jnp.where(listed, indices, -1)
-        parts.append(over(compressed_cache, seen, ring=indices is None))
+        parts.append(over(held[1], seen, ring=indices is None))
     o, lse = merge(parts, sink)
     return o.astype(q.dtype), lse
+
+
+def _holds(first: jax.Array, end: jax.Array, room: Any) -> jax.Array:
+    """bool [b, room]: the slots of a ring that hold one of the entries from `first` [b, 1] on, below `end` [b, 1]."""
+    newest = end - 1 - (end - 1 - jnp.arange(room, dtype=jnp.int32)[None]) % room
+    return newest >= first
 
 
 def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:

@@ -35,7 +35,7 @@ from .tables import FACTS, Record
 from .variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ("kernels.abi", "kernels.variants")  # a cubin depends only on its own variant in these
+DATA = ("kernels.abi", "kernels.params", "kernels.variants")  # a cubin depends only on its own variant in these
 
 
 class Refused(Exception):

@@ -382,6 +382,24 @@ TARGETS = (
             ("kv_insert_running", KEPT_BY_INSERTION),
         )
     ),
+    *(
+        Target(
+            name,
+            "key_codes",
+            (
+                array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True),
+                *arrays("slots: s32[b n]"),
+                *given,
+            ),
+            made,
+            {"packing": "string"},
+        )
+        for name, given, made in (
+            # of the keys that a warp has
+            ("key_tops", (), arrays("tops: f32[b n_tops]")),
+            ("key_codes", arrays("units: f32[b]"), (array("codes: f8e4m3fn[b n 512]", aligned=True),)),
+        )
+    ),
     Target(
         "seen_slots",
         "seen_slots",

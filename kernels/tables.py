@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from . import targets
-from .abi import FAMILIES, PACKED_SOURCES, Param, Variant, layouts
+from .abi import FAMILIES, PACKED_SOURCES, Variant, layouts
 from .packings import CACHED
+from .params import Param
 from .variants import VARIANTS
 
 Record = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 from .calls import TARGETS, Array, Form, Target
 
 ATTRIBUTES = {"float32": "float", "int64": "int64_t", "string": "std::string_view"}
-DTYPES = {"f32": "F32", "s32": "S32", "u32": "U32", "u8": "U8", "f8e4m3fn": "F8E4M3FN"}
+DTYPES = {"f32": "F32", "bf16": "BF16", "s32": "S32", "u32": "U32", "u8": "U8", "f8e4m3fn": "F8E4M3FN"}
 
 
 def described() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from .abi import (
     IndexerScoresAt,
     IndexerScoresWithin,
     IndexQuery,
+    KeyCodes,
     KvInsert,
     MhaBackward,
     MlaBackward,
@@ -28,6 +29,7 @@ from .abi import (
     TopK,
     Variant,
 )
+from .packings import PACKED
 
 INDEX_FP4 = "index_fp4"
 DTYPES = ("bfloat16", "float16")
@@ -86,6 +88,11 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(Forward(op, "sm_90a", MLA, 512, dtype) for op in TURNING for dtype in DTYPES),
     *(Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16") for op in E4M3),
+    *(
+        KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing)
+        for op in ("key_tops", "key_codes")
+        for packing in ("", *PACKED)
+    ),
     # one CTA where a pair would share the keys of one query's heads, and half of it had no rows
     *(
         Forward(op, "sm_100f", MLA_BLACKWELL, 512, dtype, max_heads=64)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import dot_product_attention, dsv4_attention, fmha, sparse_fmha
-from jax_dsv4_fmha._dispatch import sources
+from jax_dsv4_fmha._dispatch import attend
 from jax_dsv4_fmha._dispatch.op import KernelUse
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import AttentionCase, DecodeCase, FmhaCase, SparseCase, split
@@ -98,7 +98,7 @@ def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
         pytest.skip("no backward kernel for this GPU")
     choices = {} if method is None else {"method": method}
     got = gradients(case, only, implementation="cubin", **choices)
-    monkeypatch.setattr(sources, "choose_backward", lambda *_: KernelUse.NEVER)
+    monkeypatch.setattr(attend, "choose_backward", lambda *_: KernelUse.NEVER)
     plain = gradients(case, only, **choices)
     want = gradients(case, only, jnp.float32, **dict.fromkeys(choices, "two_pass"))
     for name, x in got.items():

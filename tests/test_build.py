@@ -26,6 +26,7 @@ from interpreter.kernels.native import (
     plan_indexer,
     plan_indexer_scores_at,
     plan_indexer_within,
+    plan_key_codes,
     plan_kv_insert,
     plan_mha_backward,
     plan_probabilities,
@@ -46,6 +47,7 @@ from kernels.abi import (
     IndexerScoresAt,
     IndexerScoresWithin,
     IndexQuery,
+    KeyCodes,
     KvInsert,
     MhaBackward,
     NormRope,
@@ -165,6 +167,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         sizes = {"b": 2, "s_q": 3, "window": 9, "ratio": 4, "n_position": 1, "n_topk_length": 0, "n_far": 5, "topk": 5}
         pool = {"width": 2, "room": 16, "page": 8, "pages": 9, "stride": 0}
         launch = plan_seen_slots(sizes, pool, pool, tile_n=128)
+    elif isinstance(variant, KeyCodes):
+        launch = plan_key_codes({"b": 2, "n": 70, "rows": 9, "page": 64, "page_bytes": 37440}, tile_m=32)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):
@@ -227,7 +231,7 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     before = {v: build.digest(v, tmp_path) for v in VARIANTS}
     for module, wanted in (
         ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
-        ("lib/packed.py", lambda v: v.module in (MLA, MLA_SCORES, MLA_BLACKWELL)),
+        ("lib/packed.py", lambda v: v.module in (MLA, MLA_SCORES, MLA_BLACKWELL) or isinstance(v, KeyCodes)),
         ("sm100/mla/gather.py", lambda v: v.module == MLA_BLACKWELL),
         ("plain/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),

@@ -30,7 +30,7 @@ from jax_dsv4_fmha.layers import Rope
 from tests.helpers import assert_right, collectives, normal
 from tests.test_cache import CACHES, TABLE
 
-STEPS = [case for case in CASES if isinstance(case, DecodeCase)]
+STEPS = [case for case in CASES if isinstance(case, DecodeCase) and not case.by_e4m3]
 
 
 def assert_close(got, want, **tolerance):

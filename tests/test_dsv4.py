@@ -17,7 +17,7 @@ from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
 from jax_dsv4_fmha.layers._norm import rms_norm
 from tests.helpers import assert_right, normal
 
-LAYERS = [case for case in CASES if isinstance(case, LayerCase)]
+LAYERS = [case for case in CASES if isinstance(case, LayerCase) and not case.by_e4m3]
 SOME = [
     next(c for c in LAYERS if bool(c.s_c) == compressed and bool(c.topk) == topk and c.is_small)
     for compressed, topk in ((False, False), (True, False), (True, True))

@@ -38,6 +38,7 @@ from jax_dsv4_fmha._host import (
     few_rows_product,
     gradients,
     indexer,
+    key_codes,
     kv_insert,
     library,
     rope,
@@ -46,8 +47,9 @@ from jax_dsv4_fmha._host import (
 )
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import calls, tables, targets
-from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
+from kernels.abi import ANY, FORWARD_OPS, Combine, Forward
 from kernels.packings import PACKED
+from kernels.params import TILING, gathers
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub
 
@@ -116,7 +118,7 @@ def test_the_package_knows_the_targets_of_the_abi_and_the_variants():
 
 
 def test_every_target_has_a_raw_call():
-    modules = (attention, few_rows_product, gradients, indexer, kv_insert, rope, seen_slots)
+    modules = (attention, few_rows_product, gradients, indexer, key_codes, kv_insert, rope, seen_slots)
     raw = {name for module in modules for name in vars(module)}
     assert {name.removesuffix("_shared_kv").removesuffix("_by_columns") for name in TARGETS} <= raw
 

@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, dsv4_attention, quantize_cache, reference
+from jax_dsv4_fmha import Cache, dsv4_attention, dsv4_decode, quantize_cache, reference
 from jax_dsv4_fmha._definitions import e4m3
 from jax_dsv4_fmha._testing.compare import E4M3
+from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
 from tests.helpers import assert_right
 
 E4M3_PRODUCTS = "float8_e4m3fn"
@@ -94,11 +95,41 @@ def one(how, chosen):
     return how | ({"indices": chosen[0][None]} if chosen else {})
 
 
-def test_a_cache_may_be_a_pool():
-    """Its unit is that of all batch entries."""
-    (q, w, c), how = operands(s_c=8, topk=6)
-    cache = Cache(c, None)
-    assert_right(by_e4m3(q, w, cache, **how), by_e4m3(q, w, c, **how), E4M3)
+def paged(x, layout=None, page=4, seed=1):
+    """A cache of entries [b, n, d] in pages, which are in any order, and a few of nobody's, which are great."""
+    b, n, d = x.shape
+    pages = -(-n // page)
+    order = np.random.default_rng(seed).permutation(b * pages + 2)
+    filled = jnp.pad(x, ((0, 0), (0, pages * page - n), (0, 0))).reshape(-1, page, d)
+    pool = jnp.full((len(order), page, d), 1e4, x.dtype).at[order[: b * pages]].set(filled)
+    table = jnp.asarray(order[: b * pages].reshape(b, pages), jnp.int32)
+    return Cache(pool, table) if layout is None else Cache(quantize_cache(pool, layout), table, layout)
+
+
+@pytest.mark.parametrize("compressed", ["chosen", "dense"])
+@pytest.mark.parametrize("layout", [None, "v4_fp8", "v41_fp8", "v4_fp4", "v41_fp4"])
+def test_a_cache_is_the_entries_that_it_holds(layout, compressed):
+    """In a unit of each sequence's own, in pages as in rows: what is in other pages of the pool has no say in it."""
+    (q, w, c), how = operands(s_q=6, s_c=8, topk=6, d=64 if layout is None else 512)
+    if compressed == "dense":
+        how = {name: x for name, x in how.items() if name != "indices"} | {"ratio": 1}
+    cache = paged(c, layout)
+    want = by_e4m3(q, w, cache.take()[:, :8], **how)
+    for implementation in (None, "reference"):
+        assert_right(by_e4m3(q, w, cache, **how, implementation=implementation), want)
+    rows = Cache(c if layout is None else quantize_cache(c, layout), None, layout or "v4_fp8")
+    assert_right(by_e4m3(q, w, rows, **how), want)
+
+
+def test_entries_that_are_not_past_have_no_say_in_the_unit():
+    """A cache has room for entries of tokens to come, and in it what an earlier sequence left."""
+    (q, w, c), how = operands(s_q=12, s_c=16)
+    w, c = 2.0**-14 * w, 2.0**-14 * c
+    how |= {"ratio": 1, "q_offset": 0}
+    want = by_e4m3(q, w, Cache(c.at[:, 12:].set(0), None), **how)
+    left = Cache(c.at[:, 12:].set(2.0**14), None)
+    for implementation in (None, "reference"):
+        assert_right(by_e4m3(q, w, left, **how, implementation=implementation), want)
 
 
 def test_keys_that_nobody_sees_may_be_anything():
@@ -121,16 +152,170 @@ def test_what_there_are_no_such_products_for():
             by_e4m3(q, w, c, **{**how, **changed})
     with pytest.raises(ValueError, match=r"q: got float16.*wanted bfloat16 with products="):
         by_e4m3(*(x.astype(jnp.float16) for x in (q, w, c)), **how)
-    full = jnp.ones((2, 12, 3, 512), jnp.bfloat16), jnp.ones((2, 12, 512), jnp.bfloat16)
-    packed = Cache(quantize_cache(jnp.ones((2, 64, 512), jnp.bfloat16)), None)
-    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with a packed Cache"):
-        by_e4m3(*full, packed, indices=jnp.zeros((2, 12, 4), jnp.int32))
+    caches, how = (Cache(w, None), Cache(c, None)), {"lengths": 12, "indices": how["indices"], "window": 1}
+    with pytest.raises(ValueError, match=r"got float8_e4m3fn with s_q=12, wanted None with fewer than 64 queries"):
+        chunk_by_e4m3(q, *caches, **how)
+    with pytest.raises(ValueError, match="products: got 'float8_e5m2', wanted None or"):
+        dsv4_decode(q, *caches, **how, products="float8_e5m2")
+    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
+        chunk_by_e4m3(q, *caches, **how, batch_invariant=True)
 
 
 def test_there_is_no_gradient():
     args, how = operands()
     with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
         jax.grad(lambda q: by_e4m3(q, *args[1:], **how)[0].astype(jnp.float32).sum())(args[0])
+    args, how = chunk()
+    with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
+        jax.grad(lambda q: chunk_by_e4m3(q, *args[1:], **how)[0].astype(jnp.float32).sum())(args[0])
+
+
+chunk_by_e4m3 = functools.partial(dsv4_decode, products=E4M3_PRODUCTS)
+
+
+def chunk(layout=None, in_pages=False, s_q=64, h=2, window=5, s_c=30, topk=9, chosen=True, ring=False, b=3):
+    """A chunk of prompts, of which one is shorter than it and one is idle, over caches that are full of nonsense.
+
+    Nonsense is NaN, and great numbers in packed caches, but for what queries may see.
+    """
+    rng, d = np.random.default_rng(0), 64 if layout is None else 512
+    layout = None if layout == "bfloat16" else layout
+    lengths = jnp.asarray((90, 50, 0)[:b], jnp.int32)
+    room = s_q + window + 7 * in_pages
+    q, w, c = (jnp.asarray(rng.standard_normal(x), jnp.bfloat16) for x in ((b, s_q, h, d), (b, room, d), (b, s_c, d)))
+    seen = np.zeros((b, room), bool)
+    for n, length in enumerate(np.asarray(lengths)):
+        seen[n, np.arange(max(0, length - room + 7 * in_pages), length) % room] = True
+    past = np.asarray(lengths)[:, None] // 3 if not ring else 2**30
+    nonsense = jnp.nan if layout is None else 3e4
+    w = jnp.where(seen[..., None], w, nonsense)
+    c = jnp.where((np.arange(s_c)[None] < past)[..., None], c, nonsense)
+    near = None if layout is None else layout.replace("fp4", "fp8")
+    if in_pages:
+        caches = paged(w, near, page=room // 2 + 1), paged(c, layout)
+        caches = tuple(_without_pages(x, n) for x, n in zip(caches, (lengths, lengths // 3), strict=True))
+    else:
+        caches = tuple(
+            Cache(x) if form is None else Cache(quantize_cache(x, form), None, form)
+            for x, form in ((w, near), (c, layout))
+        )
+    how = {"lengths": lengths, "sink": jnp.asarray(rng.standard_normal(h), jnp.float32), "window": window, "ratio": 3}
+    if chosen:
+        how["indices"] = jnp.asarray(rng.integers(-2, s_c + 2, (b, s_q, topk)), jnp.int32)
+    return (q, *caches), how
+
+
+def _without_pages(cache, lengths):
+    """A cache whose table names no page where a sequence has no entries, and lacks one of those of the first."""
+    begins = np.arange(cache.block_table.shape[1]) * cache.page
+    table = jnp.where(begins[None] < np.asarray(lengths)[:, None], cache.block_table, -1)
+    return Cache(cache.entries, table.at[0, 1].set(10**6), cache.layout)
+
+
+CHUNKS = {
+    "rows": {},
+    "rows, dense": {"chosen": False},
+    "rows, dense, that have run over": {"chosen": False, "s_c": 13, "ring": True, "b": 2},
+    "pages": {"in_pages": True},
+    "pages, dense": {"in_pages": True, "chosen": False},
+}
+
+
+@pytest.mark.parametrize("layout", [None, "v4_fp8", "v41_fp8", "v4_fp4", "v41_fp4"])
+@pytest.mark.parametrize("case", CHUNKS)
+def test_a_chunk_equals_its_definition(case, layout):
+    args, how = chunk(layout, **CHUNKS[case])
+    want = chunk_by_e4m3(*args, **how, implementation="reference")
+    assert jnp.isfinite(want[0].astype(jnp.float32)).all()
+    assert_right(chunk_by_e4m3(*args, **how), want)
+
+
+@pytest.mark.parametrize("how_long", [{"q_offset": jnp.array([30, -9, 0])}, {"is_causal": False}])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_chunk_in_other_places(in_pages, how_long):
+    args, how = chunk(in_pages=in_pages)
+    got = [chunk_by_e4m3(*args, **how, **how_long, implementation=x) for x in (None, "reference")]
+    assert_right(*got)
+
+
+def test_the_definition_of_a_chunk_is_that_of_its_keys():
+    """The same by `dsv4_attention`, of arrays that hold what each sequence may see and nothing else."""
+    args, how = chunk(b=1)
+    q, near, far = args
+    first, window = 90 - 64, how["window"]
+    kv = near.take(first - window + 1 + jnp.arange(64 + window - 1)[None])
+    entries = jnp.where(jnp.arange(30)[None, :, None] < 30, far.take(), 0)
+    at = {"q_offset": first, "kv_offset": first - window + 1}
+    want = by_e4m3(q, kv, entries, **at, **{name: x for name, x in how.items() if name != "lengths"})
+    assert_right(chunk_by_e4m3(*args, **how, implementation="reference"), want)
+
+
+def test_other_sequences_have_no_say():
+    """Not even by their size, in one pool: bits stay as they are."""
+    args, how = chunk("v4_fp8", in_pages=True)
+    q, near, far = args
+    want = chunk_by_e4m3(*args, **how)
+    great = quantize_cache(jnp.full((1, far.page, 512), 2.0**30, jnp.bfloat16))[0]
+    pages = far.entries.at[far.block_table[1, 0]].set(great)
+    o, lse = chunk_by_e4m3(q, near, Cache(pages, far.block_table), **how)
+    assert (o[0] == want[0][0]).all() and (lse[0] == want[1][0]).all()
+    assert not (o[1] == want[0][1]).all()
+
+
+def test_a_chunk_is_mapped_and_sharded_as_without():
+    args, how = chunk(in_pages=True)
+    q, near, far = args
+    want = chunk_by_e4m3(*args, **how)
+    arrays = {name: how[name] for name in ("lengths", "indices")}
+    others = {name: how[name] for name in ("sink", "window", "ratio")}
+
+    def one(q, table, table2, arrays):
+        caches = Cache(near.entries, table[None]), Cache(far.entries, table2[None])
+        o, lse = chunk_by_e4m3(q[None], *caches, **others, **{name: x[None] for name, x in arrays.items()})
+        return o[0], lse[0]
+
+    assert_right(jax.vmap(one)(q, near.block_table, far.block_table, arrays), want)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    sharded = {"q": jax.device_put(q, over), "indices": jax.device_put(how["indices"], over)}
+    run = jax.jit(lambda q, indices: chunk_by_e4m3(q, near, far, **how | {"indices": indices}))
+    assert_right(run(**sharded), want)
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_chunk_on_explicit_axes(in_pages):
+    args, how = chunk(b=2, in_pages=in_pages)
+    want = [np.asarray(x) for x in chunk_by_e4m3(*args, **how)]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        of_all, over = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*x)) for x in ((), ("x",)))
+        q, *caches = args
+        placed = [
+            Cache(jax.device_put(x.entries, over))
+            if x.block_table is None
+            else Cache(jax.device_put(x.entries, of_all), jax.device_put(x.block_table, over))
+            for x in caches
+        ]
+        how |= {name: jax.device_put(how[name], over) for name in ("lengths", "indices")}
+        got = chunk_by_e4m3(jax.device_put(q, over), *placed, **how)
+        assert_right([np.asarray(x) for x in got], want)
+
+
+def test_a_chunk_of_unknown_size_is_exported():
+    args, how = chunk()
+    b, s_q = jax.export.symbolic_shape("b, s_q")
+    q, near, far = args
+    like = lambda x, *shape: jax.ShapeDtypeStruct(shape, x.dtype)  # noqa: E731
+    f = lambda q, near, far, lengths, indices: chunk_by_e4m3(  # noqa: E731
+        q, Cache(near), Cache(far), **how | {"lengths": lengths, "indices": indices}
+    )
+    shapes = (
+        *(like(q, b, s_q, *q.shape[2:]), like(q, b, *near.entries.shape[1:]), like(q, b, *far.entries.shape[1:])),
+        *(like(how["lengths"], b), like(how["indices"], b, s_q, 9)),
+    )
+    exported = jax.export.export(jax.jit(f))(*shapes)
+    got = exported.call(q, near.entries, far.entries, how["lengths"], how["indices"])
+    assert_right(got, chunk_by_e4m3(*args, **how))
 
 
 def test_units_are_powers_of_two_and_numbers():
@@ -140,6 +325,53 @@ def test_units_are_powers_of_two_and_numbers():
     assert (mantissas == 0.5).all() and jnp.isfinite(1 / units).all()
     np.testing.assert_array_equal(units[3:6], [2.0**-7, 2.0**-7, 2.0**-6])
     assert (jnp.abs(x[3:8] / units[3:8]) < 256).all() and (jnp.abs(x[3:8] / units[3:8]) >= 128).all()
+
+
+def layer_of(**choices):
+    compressor = Compressor(64, 512, 4, overlap=False)
+    sizes = {"hidden": 64, "heads": 4, "d": 512, "q_rank": 32, "o_groups": 2, "o_rank": 16, "window": 8}
+    return DSV4Attention(**sizes, rope=Rope(8), ratio=4, compressor=compressor, **choices)
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+def test_a_layer_passes_products_to_prompts_and_chunks(cache):
+    """Chunks are those of a whole prompt, but for what the cache rounds; a step is as without."""
+    layer, usual = layer_of(products=E4M3_PRODUCTS), layer_of()
+    params = usual.init(jax.random.key(0), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (2, 32, 64)).astype(jnp.bfloat16)
+    length = lambda y: jnp.linalg.norm(y.astype(jnp.float32))  # noqa: E731
+
+    def chunked(layer, implementation=None):
+        empty = layer.cache(2, 40, jnp.dtype(cache))
+        first = layer(params, x[:, :16], empty, implementation=implementation)
+        second = layer(params, x[:, 16:], first.cache, start=16, implementation=implementation)
+        return jnp.concatenate([first.y, second.y], 1), second.cache
+
+    y, kept = chunked(layer)
+    want, kept_as_usual = chunked(usual)
+    assert 0.005 < length(y - want) / length(want) < 0.1
+    assert length(y - chunked(layer, "reference")[0]) < 1e-2 * length(y)
+    whole = layer(params, x).y
+    assert length(y - whole) < (0.01 if cache == "bfloat16" else 0.1) * length(whole)
+    jax.tree.map(np.testing.assert_array_equal, kept, kept_as_usual)
+    new, at = x[:, :1], {"lengths": 33}
+    np.testing.assert_array_equal(layer.step(params, new, kept, **at).y, usual.step(params, new, kept, **at).y)
+
+
+def test_a_layer_with_products():
+    with pytest.raises(ValueError, match="products: got 'float8', wanted None or 'float8_e4m3fn'"):
+        layer_of(products="float8")
+    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
+        layer_of(products=E4M3_PRODUCTS, batch_invariant=True)
+    layer = layer_of(products=E4M3_PRODUCTS)
+    params, x = layer.init(jax.random.key(0), jnp.bfloat16), jnp.ones((1, 8, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
+        jax.grad(lambda x: layer(params, x).y.astype(jnp.float32).sum())(x)
+
+
+def defined(f, *args):
+    """f of args, compiled fast rather than to run fast: each runs once."""
+    return jax.jit(f, compiler_options={"xla_gpu_autotune_level": "0"})(*args)
 
 
 @pytest.mark.gpu
@@ -154,5 +386,19 @@ def test_the_kernel_equals_the_definition(compressed, h):
         ((q, w), how) if compressed == "none" else ((q, w, c), how | {"ratio": 4} if compressed == "dense" else how)
     )
     got = jax.jit(lambda *x: by_e4m3(*x, **how, implementation="cubin"))(*args)
-    want = jax.jit(lambda *x: reference.dsv4_attention(*x, **how, products=E4M3_PRODUCTS))(*args)
+    want = defined(lambda *x: reference.dsv4_attention(*x, **how, products=E4M3_PRODUCTS), *args)
+    assert_right(got, want, E4M3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("layout", "h"), [("bfloat16", 128), ("v4_fp8", 128), ("v41_fp8", 64), ("v4_fp4", 5), ("v41_fp4", 80)]
+)
+@pytest.mark.parametrize("case", CHUNKS)
+def test_the_kernel_over_caches_equals_the_definition(case, layout, h):
+    d = {"h": h, "s_q": 70, "s_c": 300 if CHUNKS[case].get("s_c", 300) == 300 else 13, "topk": 130}
+    args, how = chunk(layout, **CHUNKS[case] | d)
+    got = jax.jit(lambda *x: chunk_by_e4m3(*x, **how, implementation="cubin"))(*args)
+    want = defined(lambda *x: reference.dsv4_decode(*x, **how, products=E4M3_PRODUCTS), *args)
     assert_right(got, want, E4M3)

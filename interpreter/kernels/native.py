@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
 from kernels import targets
-from kernels.abi import KINDS as KIND_BYTES
 from kernels.abi import Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
+from kernels.params import KINDS as KIND_BYTES
 from kernels.variants import VARIANTS
 
 KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2)}  # as ffi/rows.h counts them
@@ -444,6 +444,12 @@ def plan_seen_slots(
     given.of_window, given.compressed = (filled("PoolShape", **pool) for pool in pools)
     at = addressed("seen_slots", addresses)
     return planned("seen_slots", ctypes.byref(given), ctypes.c_int32(tile_n), at)
+
+
+def plan_key_codes(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
+    """What makes codes of keys, or finds their greatest numbers."""
+    given, at = ctypes.byref(filled("KeyCodesShape", **shape)), addressed("key_codes", addresses)
+    return planned("key_codes", given, ctypes.c_int32(tile_m), at)
 
 
 def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:

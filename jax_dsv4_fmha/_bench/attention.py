@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import dsv4_attention, fmha, sparse_fmha
 from .._definitions.cache import Cache
+from .._definitions.e4m3 import E4M3
 from .._definitions.span import Span
 from .measure import Operands
 from .row import CallRow, Suite
@@ -250,6 +251,24 @@ class LayerRow(PromptRow):
         return replace(self, page=0) if name == "contiguous" else self
 
 
+@dataclass(frozen=True, kw_only=True)
+class E4m3Row(LayerRow):
+    """By products of e4m3; the peer "bfloat16" is our usual call."""
+
+    @property
+    def kind(self) -> str:
+        return f" {E4M3} products"
+
+    def _call(self, method: Any, operands: Operands) -> Any:
+        choices: dict[str, Any] = {"window": self.window, "ratio": self.ratio, **self.offsets}
+        products = None if method == "bfloat16" else E4M3
+        return dsv4_attention(**operands, **choices, products=products, implementation="cubin")
+
+
+def by_e4m3(row: LayerRow) -> E4m3Row:
+    return E4m3Row(**{**vars(row), "peers": ("bfloat16",)})
+
+
 def dense(d: int, b: int, s: int, h_q: int, h_kv: int, **fields: Any) -> FmhaRow:
     return FmhaRow(d=d, b=b, s_q=s, s_kv=s, h_q=h_q, h_kv=h_kv, **{"peers": ("cudnn", "xla"), **fields})
 
@@ -288,6 +307,11 @@ SUITES = (
             ),
             *(_top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
             layer(128, ratio=128, s_c=512, peers=_OF_LAYER),
+            *(
+                by_e4m3(layer(h, topk=k, ratio=4, s_c=s_c))
+                for h, k in ((128, 1024), (64, 512))
+                for s_c in (8192, 65536)
+            ),
         ),
     ),
     Suite(

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from .._definitions.cache import Cache
+from .._definitions.e4m3 import E4M3
 from .._definitions.packed import LAYOUTS, quantize_cache
 from .._dispatch.seen_slots import seen_slots
 from .._dispatch.sources import SelectionSource
 from .._ops.decode import dsv4_decode
+from .._ops.dsv4 import dsv4_attention
 from .attention import AttentionRow, FmhaRow, layer
 from .measure import Contestant, Operands, Times, compiled, under_graphs
 from .row import CallRow, Row, Suite
@@ -116,6 +118,41 @@ class DecodeRow(AttentionRow):
 
     def of(self, name: str) -> CallRow:
         return replace(self, caches="fp8") if name == "v4_fp8" else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRow(DecodeRow):
+    """A chunk of a prompt by products of e4m3, from a cache's bytes. The peer "unpacked" unpacks keys to bfloat16, and
+    attends to these, as a layer does without `products`.
+    """
+
+    @property
+    def kind(self) -> str:
+        return f" {self.caches} {E4M3} products"
+
+    @property
+    def first(self) -> int:
+        return self.s_kv - self.s_q
+
+    def operands(self, key: jax.Array) -> Operands:
+        """Indices of entries that are past for all queries."""
+        arrays = super().operands(key)
+        past = self.first // self.ratio
+        return arrays | {"indices": jnp.where(arrays["indices"] < past, arrays["indices"], arrays["indices"] - past)}
+
+    def ours(self, **operands: Any) -> Any:
+        return dsv4_decode(**operands, ratio=self.ratio, window=self.window, products=E4M3, implementation="cubin")
+
+    def peer(self, name: str, **operands: Any) -> Any:
+        near, far = operands.pop("window_cache"), operands.pop("compressed_cache")
+        begin = self.first - self.window + 1
+        kv = near.take(jnp.broadcast_to(jnp.arange(begin, self.s_kv, dtype=jnp.int32), (self.b, self.s_kv - begin)))
+        del operands["lengths"]
+        at: dict[str, Any] = {"q_offset": self.first, "kv_offset": begin, "window": self.window, "ratio": self.ratio}
+        return dsv4_attention(window_kv=kv, compressed_kv=far.take(), **operands, **at, implementation="cubin")
+
+    def of(self, name: str) -> CallRow:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +271,11 @@ SUITE = Suite(
         step(128, 1024, 64, "v4_fp4", ("v4_fp8",)),
         *(step(128, 1024, b, "fp8", s_q=8) for b in (2, 64)),
         _chunk(2048, 64, 512),
+        *(
+            ChunkRow(b=1, s_q=4096, s_kv=4 * n, h_q=h, ratio=4, topk=k, caches=caches, peers=("unpacked",))
+            for h, k in ((128, 1024), (64, 512))
+            for caches, n in (("fp8", 8192), ("fp8", 65536), ("v41_fp4", 65536))
+        ),
         FmhaRow(b=16, s_q=1, s_kv=32768, h_q=128, peers=("cudnn", "xla")),
         *(_dense(caches) for caches in ("", "fp8")),
         *(LayersRow(layer=step(128, 1024, b, "fp8"), layers=61, peers=("graph",)) for b in (2, 64)),

@@ -324,3 +324,16 @@ def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array)
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
     return lax.scatter(pages, jnp.stack([page, start], -1), rows, windows, mode="drop")
+
+
+def read_slots(pool: jax.Array, slots: jax.Array, layout: str) -> jax.Array:
+    """Entries `[b, n, d]` in slots `[b, n]` of pools as `Cache.pool` makes them; 0 where a slot is below 0."""
+
+    def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
+        if pool.dtype != jnp.uint8:
+            return pool.at[jnp.where(slots < 0, pool.shape[0], slots)].get(mode="fill", fill_value=0)
+        form = LAYOUTS[layout]
+        page = form.page_entries(pool.shape[1])
+        return form.decode(*form.read(pool, slots // page, jnp.maximum(slots, 0) % page))
+
+    return read(pool[0], slots) if pool.shape[0] == 1 else jax.vmap(read)(pool, slots)

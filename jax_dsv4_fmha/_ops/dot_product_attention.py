@@ -8,7 +8,8 @@ import numpy as np
 
 from .. import _check, reference
 from .._definitions.span import Span
-from .._dispatch.sources import SpanSource, attend
+from .._dispatch.attend import attend
+from .._dispatch.sources import SpanSource
 
 _OP = "dot_product_attention"
 _MOST = 2**31 - 2  # the greatest number of keys on either side

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
-from .._definitions.e4m3 import E4M3
 from .._definitions.span import Span, shown_by_all
-from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, support_of, takes_turns
+from .._dispatch.attend import attend, support_of, takes_turns
+from .._dispatch.cached import CachedSource
+from .._dispatch.sources import SelectionSource, Source, SpanSource
 from .._dispatch.support import not_built
 from .merge import merged
+from .products import check_products
 from .turn import checked_turn, in_passes
 
 
@@ -90,7 +92,7 @@ def dsv4_attention(
 
       products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
         4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
-        and there is no gradient. Entries may be in a Cache that is not packed.
+        and there is no gradient. A Cache, packed in any layout or not, becomes codes sequence by sequence.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -138,9 +140,9 @@ def dsv4_attention(
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
-    _check.one_of(op, "products", products, (None, E4M3))
-    if products is not None:
-        _check_products(op, products, q, cache, method, batch_invariant)
+    check_products(op, products, q, batch_invariant)
+    if products is not None and method == "two_pass":
+        raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     positions: dict[str, Any] = {
@@ -153,7 +155,7 @@ def dsv4_attention(
     if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
         raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
     if indices is not None and indices.shape[2] == 0:
-        compressed_kv = None
+        compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]
     near = window_span(s_q, **positions)
     near_bounds = shown_by_all(op, [near] if span is None else [near, span], b, s_q, dims["s_w"])
@@ -161,16 +163,22 @@ def dsv4_attention(
     rules += [] if compressed_span is None else [compressed_span]
     if compressed_kv is not None and rules:
         start, stop = shown_by_all(op, rules, b, s_q, dims["s_c"])
-    if cache is not None and compressed_kv is not None:
+    alive = None
+    if cache is not None and compressed_kv is not None and products is not None:
+        alive = jnp.broadcast_to(jnp.arange(dims["s_c"], dtype=jnp.int32), (b, dims["s_c"]))
+        if rules:  # entries that no query may see have no say in the unit of a sequence
+            may_be_seen = (start.min(1, keepdims=True) <= alive) & (alive < stop.max(1, keepdims=True))
+            alive = jnp.where(may_be_seen, alive, -1)
+    if cache is not None and compressed_kv is not None and (products is None or implementation == "reference"):
         if indices is None:
             dims["topk"] = dims["s_c"]
             indices = jnp.broadcast_to(jnp.arange(dims["s_c"], dtype=jnp.int32), (b, s_q, dims["s_c"]))
         slots = cache.slots(indices)
         compressed_kv = cache.pool()
         if implementation == "reference":
-            compressed_kv, indices = cache.take(), jnp.where(slots < 0, -1, indices)
-    assert not isinstance(compressed_kv, Cache)
+            compressed_kv, indices = cache.take(alive), jnp.where(slots < 0, -1, indices)
     if implementation == "reference":
+        assert not isinstance(compressed_kv, Cache)
         selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
         spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
         how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
@@ -184,16 +192,22 @@ def dsv4_attention(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
     )
     sources: list[Source] = [near_source]
-    if compressed_kv is not None and indices is not None:
-        named = indices if cache is None else slots
-        if rules:
-            named = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), named, -1)
-        if topk_length is None:
-            topk_length = jnp.full((b, s_q), dims["topk"], jnp.int32)
-        far = SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c")
-        sources.append(far if cache is None else dataclasses.replace(far, layout=cache.layout))
-    elif compressed_kv is not None:
-        sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
+    if compressed_kv is not None:
+        listed = None
+        if indices is not None:
+            named = slots if cache is not None and compressed_kv is not cache else indices
+            if rules:
+                named = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), named, -1)
+            listed = named, jnp.full((b, s_q), dims["topk"], jnp.int32) if topk_length is None else topk_length
+        if isinstance(compressed_kv, Cache):
+            assert alive is not None
+            seen = ("span", start, stop) if listed is None else ("selection", *listed)
+            sources.append(CachedSource.of("compressed_kv", compressed_kv, compressed_kv.slots(alive), *seen))
+        elif listed is not None:
+            far = SelectionSource(compressed_kv, *listed, _SELECTED, "s_c")
+            sources.append(far if cache is None else dataclasses.replace(far, layout=cache.layout))
+        else:
+            sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     support = support_of(q, sources, products=products)
     if method == "fused" and not support.shipped:
         wanted = "'two_pass', or operands that there is a fused kernel for"
@@ -214,20 +228,6 @@ def dsv4_attention(
     if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
         return run(q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
     return in_passes(lambda q: run(q=q), q, turn)
-
-
-def _check_products(
-    op: str, products: str, q: jax.Array, cache: Cache | None, method: str | None, batch_invariant: bool
-) -> None:
-    """Refuses what there are no products of e4m3 for."""
-    if q.dtype != jnp.bfloat16:
-        raise _check.error(ValueError, op, "q", q, f"bfloat16 with products={products!r}")
-    if cache is not None and cache.is_packed:
-        raise _check.error(ValueError, op, "products", products, "None with a packed Cache")
-    if method == "two_pass":
-        raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
-    if batch_invariant:
-        raise _check.error(ValueError, op, "products", products, "None with batch_invariant=True")
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:

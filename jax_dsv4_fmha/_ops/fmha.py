@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.span import Span
-from .._dispatch.sources import SpanSource, attend
+from .._dispatch.attend import attend
+from .._dispatch.sources import SpanSource
 
 
 def fmha(

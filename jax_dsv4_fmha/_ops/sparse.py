@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check, reference
-from .._dispatch.sources import SelectionSource, attend
+from .._dispatch.attend import attend
+from .._dispatch.sources import SelectionSource
 
 
 def sparse_fmha(

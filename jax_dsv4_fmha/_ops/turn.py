@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check, reference
-from .._dispatch.sources import Turn
+from .._dispatch.attend import Turn
 from .rope import normed_then_turned, turned
 
 

@@ -13,11 +13,12 @@ import numpy as np
 from .. import dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
 from .._check import Implementation, Method
 from .._definitions.cache import Cache
+from .._definitions.e4m3 import E4M3 as E4M3_PRODUCTS
 from .._definitions.packed import LAYOUTS, quantize_cache
 from .._definitions.span import Span
 from . import float64
 from .case import Case, Judgement, normal, poison
-from .compare import FP32, FP32_LARGE, compare, differing
+from .compare import E4M3, FP32, FP32_LARGE, KERNEL, compare, differing
 
 _INT32 = np.iinfo(np.int32)
 ABSENT = (_INT32.min, -1, "s_kv", _INT32.max)  # every kind of index that names no key
@@ -61,6 +62,7 @@ class AttentionCase(Case):
     # "drafts": dsv4_decode: new tokens see each other
     # "fp8", "v4_fp4", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
     # "pages": dsv4_decode: the window's pages have another size
+    # "e4m3": products of e4m3, whose definition tests/test_fp8_products.py compares with float64
 
     @property
     @abstractmethod
@@ -79,6 +81,14 @@ class AttentionCase(Case):
     def has_large_q(self) -> bool:
         return "large" in self.features
 
+    @property
+    def by_e4m3(self) -> bool:
+        return "e4m3" in self.features
+
+    @property
+    def is_small(self) -> bool:
+        return super().is_small and not self.by_e4m3
+
     def operands(self) -> Operands:
         rng = self.rng()
         q = normal(rng, (self.b, self.s_q, self.h_q, self.d), Q_STD, self.dtype)
@@ -86,7 +96,8 @@ class AttentionCase(Case):
         if self.has_large_q:
             q = (q.astype(np.float32) * _LARGE).astype(q.dtype)
         args, others = self._others(rng)
-        return (q, *args), kwargs | others
+        products = {"products": E4M3_PRODUCTS} if self.by_e4m3 else {}
+        return (q, *args), kwargs | others | products
 
     @abstractmethod
     def _others(self, rng: np.random.Generator) -> Operands:
@@ -115,7 +126,7 @@ class AttentionCase(Case):
             got, again = run_into(self, (0.0, np.nan), implementation=implementation, **choices)
             changed = sum(differing(a, b) for a, b in zip(got, again, strict=True))
             del again
-            verdicts = compare(got, run_reference(self))
+            verdicts = compare(got, run_reference(self), E4M3 if self.by_e4m3 else KERNEL)
         if changed:
             return False, "; ".join([*map(str, verdicts), f"{changed} elements differ in the second run"])
         if not all(v.passed for v in verdicts):
@@ -252,12 +263,15 @@ class LayerCase(LatentCase):
 
     op = "dsv4_attention"
     function = staticmethod(dsv4_attention)
-    methods = ("two_pass", "fused")
 
     window: int = 128
     ratio: int = 0
     s_c: int = 0
     decode: bool = False  # queries at the end of a context, at other offsets in each batch entry
+
+    @property
+    def methods(self) -> tuple[Method | None, ...]:
+        return ("fused",) if self.by_e4m3 else ("two_pass", "fused")
 
     @property
     def keys(self) -> int:
@@ -434,5 +448,5 @@ def _call(op: Any, args: Any, kwargs: dict[str, Any], **options: Any) -> tuple[A
 
 def split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The operands that are known while tracing, and the others."""
-    numbers = {name: x for name, x in kwargs.items() if isinstance(x, int)}
+    numbers = {name: x for name, x in kwargs.items() if isinstance(x, int | str)}
     return numbers, {name: x for name, x in kwargs.items() if name not in numbers}

@@ -113,6 +113,18 @@ def _attention() -> tuple[AttentionCase, ...]:
         dsv4(16, b=2, s_q=30, s_kv=30, s_c=8, ratio=4, topk=6, dtype="float16", features=("absent", "lengths", "nan")),
         dsv4(16, s_q=64, s_kv=64, s_c=16, ratio=4, sink="normal", features=("large",)),
         dsv4(128, s_q=1024, s_kv=1024, s_c=8, ratio=128, sink="normal"),
+        # by products of e4m3: of arrays, and chunks of prompts over caches
+        dsv4(64, b=2, s_q=150, s_kv=150, sink="normal", features=("e4m3",)),
+        dsv4(128, s_q=300, s_kv=300, s_c=75, ratio=4, topk=70, sink="mixed", features=("e4m3", "absent", "nan")),
+        dsv4(80, b=2, s_q=300, s_kv=300, s_c=3, ratio=128, sink="normal", features=("e4m3",)),
+        *(
+            decode(h, b=3, s_q=70, s_kv=900, page=64, ratio=4, topk=k, sink="normal", features=("e4m3", "nan", *more))
+            for h, k, more in (
+                *((128, 130, ()), (64, 90, ("lengths",)), (64, 130, ("fp8",)), (7, 0, ("fp8", "lengths"))),
+                *((128, 200, ("v41_fp8", "ragged")), (16, 70, ("v4_fp4", "absent")), (80, 130, ("v41_fp4", "drafts"))),
+            )
+        ),
+        decode(128, b=2, s_q=64, s_kv=700, ratio=4, topk=200, features=("e4m3", "fp8", "nan")),
         # steps of generation: contiguous and paged, in 16 bits and in FP8
         decode(64, s_kv=1),
         decode(8, b=4, s_kv=300, sink="normal"),

@@ -9,6 +9,7 @@ import jax
 
 from .. import Cache, _check
 from .._definitions import explicit_axes
+from .._definitions.e4m3 import E4M3
 from .._definitions.packed import LAYOUTS
 from . import _operands
 from ._joined import JOINED
@@ -30,6 +31,9 @@ def fitting(layer: DSV4Attention) -> None:
     _check.integer(_OP, "ratio", layer.ratio, 0)
     _check.epsilon(_OP, layer.eps)
     _check.batch_invariant(_OP, layer.batch_invariant, None)
+    _check.one_of(_OP, "products", layer.products, (None, E4M3))
+    if layer.products is not None and layer.batch_invariant:
+        raise _check.error(ValueError, _OP, "products", layer.products, "None with batch_invariant=True")
     if layer.heads % layer.o_groups:
         raise _check.error(ValueError, _OP, "o_groups", layer.o_groups, f"a divisor of the {layer.heads} heads")
     for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):

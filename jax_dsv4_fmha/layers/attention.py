@@ -13,8 +13,6 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,12 +25,12 @@ from .._definitions import explicit_axes
 from .._definitions.packed import rounded
 from .._definitions.span import positions_of
 from .._dispatch.sequences import rounded_sequences, whole_sequences
-from . import _caches, _checks, _few_rows, _joined, _operands
+from . import _caches, _checks, _few_rows, _joined, _operands, _step
 from ._norm import rms_norm
+from ._step import in_8_bits
 from .compressor import Compressor, kept_at, product
 from .documents import packed_blocks
 from .indexer import Indexer
-from .insert import Entries, Rows, insert
 from .outputs import IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums, counted
 from .rope import Rope, rope, rope_of_normed
@@ -64,6 +62,9 @@ class DSV4Attention:
       batch_invariant: as in `dsv4_attention`, for attention in prompts, chunks and steps. A sequence's y of a step then
         has the same bits in any batch of up to 128 tokens, with parameters in x's dtype. Products of prompts are XLA's
         (docs/semantics.md).
+      products: as in `dsv4_attention`, for attention in prompts and chunks, which then has no gradient. A chunk reads
+        entries from the bytes of a packed cache, and unpacks none to bfloat16. Steps stay as they are: they wait for
+        keys, not for products.
 
     Raises:
       ValueError, TypeError: sizes out of range, or a compressor or an indexer that does not fit the layer.
@@ -94,6 +95,7 @@ class DSV4Attention:
     fake_quantize: bool = False
     eps: float = 1e-6
     batch_invariant: bool = False
+    products: str | None = None
 
     def __post_init__(self) -> None:
         _checks.fitting(self)
@@ -284,13 +286,16 @@ class DSV4Attention:
             past = {"ratio": self.ratio, "q_offset": first}
             query = self._index_query(params, c, weights, positions, shared.keys)
             shared, _ = self._choose(query, shared, past, indices, unpacks=True)
-        entries = shared.compressed.take() if self.ratio else None
+        entries = shared.compressed if self.ratio else None
+        if entries is not None and self.products is None:
+            entries = entries.take()
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
                 q,
                 jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
                 entries,
                 batch_invariant=self.batch_invariant,
+                products=self.products,
                 sink=params["sink"],
                 window=self.window,
                 q_offset=first,
@@ -366,16 +371,16 @@ class DSV4Attention:
         positions = counted(first, 0, s)
         kernel = implementation != "reference"
         table = self.rope.table(positions)
-        rows, c = self._rows(params, x, cache, kernel)
+        rows, c = _step.products(self, params, x, cache, kernel)
         q = _few_rows.query_heads(c, params["wq_b"], table, self.eps if self.norm_heads else None, kernel)
         given = shared or Shared()
         start = first if begin else None
-        cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, kernel)
+        cache, shared = _step.inserted(self, params, x, rows, cache, given, start, lengths, kernel)
         if self.indexer is not None:
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
             if begin:  # padding has nothing to choose from
                 past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
-            query = self._index_query_of_step(params, c, rows, positions, table, shared.keys, kernel)
+            query = _step.index_query(self, params, c, rows, positions, table, shared.keys, kernel)
             shared, _ = self._choose(query, shared, past, indices)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
@@ -450,6 +455,7 @@ class DSV4Attention:
                 kv,
                 entries if there else None,
                 batch_invariant=self.batch_invariant,
+                products=self.products,
                 sink=params["sink"],
                 window=self.window if order.is_natural else first + q.shape[1],
                 q_offset=first,
@@ -466,104 +472,6 @@ class DSV4Attention:
         # where a kernel turns q inside of attention, this is a pass of its own, unless nobody asks for it
         index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
         return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
-
-    def _rows(
-        self, params: Any, x: jax.Array, cache: LayerCache, kernel: bool
-    ) -> tuple[dict[str, Rows], _few_rows.LowRank]:
-        """x times the matrices that a step multiplies it with, in float32, by their names; and the low-rank query."""
-        found, column = {}, 0
-        if _joined.JOINED not in params:
-            for name, width in _joined.of_x(self).items():
-                matrix = functools.reduce(operator.getitem, name.split("."), params)
-                found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
-            return found, self._low_rank(params, found["wq_a"].take(), x.dtype)
-        c, w = None, params[_joined.JOINED]
-        if kernel and self._leaves_norm(params, x, cache):
-            whole, c = _few_rows.product_and_low_rank(x, w, params["q_norm"])
-        else:
-            whole = _few_rows.plain_product(x, w, jnp.float32, kernel)
-        for name, width in _joined.of_x(self).items():
-            found[name] = Rows(whole, column, width)
-            column += width
-        return found, c or self._low_rank(params, found["wq_a"].take(), x.dtype)
-
-    def _low_rank(self, params: Any, rows: jax.Array, dtype: Any) -> _few_rows.LowRank:
-        return _few_rows.LowRank(rms_norm(rows.astype(dtype), params["q_norm"], self.eps))
-
-    def _leaves_norm(self, params: Any, x: jax.Array, cache: LayerCache) -> bool:
-        """Whether all products of the low-rank query do its norm."""
-        heads = _few_rows.makes_heads(x, params["wq_b"], self.rope.dims, self.eps if self.norm_heads else None)
-        indexes = self.indexer is None or self._makes_index_query(params, x, cache.keys)
-        return _few_rows.leaves_norm(x, params[_joined.JOINED], self.q_rank, heads, indexes)
-
-    def _makes_index_query(self, params: Any, x: jax.Array, keys: Any) -> bool:
-        """Whether a kernel makes an indexer's queries, for a step with the batch and dtype of x."""
-        assert self.indexer is not None
-        w = params["indexer"]["wq_b"]
-        return self.indexer.transforms and _few_rows.makes_index_query(x, w, self.rope.dims, _in_8_bits(keys))
-
-    def _index_query_of_step(
-        self,
-        params: Any,
-        c: _few_rows.LowRank,
-        rows: Mapping[str, Rows],
-        positions: jax.Array,
-        table: jax.Array,
-        keys: Any,
-        kernel: bool,
-    ) -> tuple[jax.Array, jax.Array]:
-        """`_index_query`, where there is a kernel in one product."""
-        assert self.indexer is not None
-        given = rows["indexer.weights_proj"]
-        if not (kernel and self._makes_index_query(params, c.query, keys)):
-            # of few columns, so that XLA's product is faster
-            in_kernel = kernel and self.batch_invariant
-            return self._index_query(params, c.query, given.take(), positions, keys, in_kernel)
-        with jax.named_scope("indexer"):
-            numbers = {"column": given.column, "scale": self.indexer.weight_scale, "eps": self.eps}
-            w, in_8_bits = params["indexer"]["wq_b"], _in_8_bits(keys)
-            q, weights = _few_rows.index_query(c, w, table, given.product, in_8_bits, **numbers)
-            return q if in_8_bits else self.indexer.rounded(q), weights
-
-    def _inserted(
-        self,
-        params: Any,
-        x: jax.Array,
-        rows: Mapping[str, Rows],
-        cache: LayerCache,
-        shared: Shared,
-        start: jax.Array | None,
-        lengths: jax.Array,
-        kernel: bool,
-    ) -> tuple[LayerCache, Shared]:
-        """The cache with all that a step's tokens make, and the entries that the queries see; start: as in `insert`."""
-        own, indexer = self.compressor, self.indexer
-        near, far = ((x, self._plain) if self.fake_quantize else None for x in self._formats)
-        of_window = Entries(params["kv_norm"], self.rope, self.eps, rounded_as=near)
-        with jax.named_scope("append"):
-            window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel, start)
-        cache = cache._replace(window=window)
-        if indexer is not None and indexer.latent > 0:  # whose keys are made of the entries before RoPE
-            return self._compressed(params, x, lengths - x.shape[1] if start is None else start, cache, shared, lengths)
-        if own is None:
-            return cache, shared
-        assert cache.compressed is not None
-        with jax.named_scope("compressor"):
-            made = own.entries(params["compressor"], self.rope)._replace(rounded_as=far)
-            entries, tokens = insert(
-                cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel, start
-            )
-        cache, shared = cache._replace(compressed=entries, tokens=tokens), shared._replace(compressed=entries)
-        if indexer is not None and indexer.compressor is not None:
-            assert cache.keys is not None
-            with jax.named_scope("indexer"):
-                made = indexer.compressor.entries(params["indexer"]["compressor"], self.rope, indexer.transforms)
-                made = made._replace(rounded_as=indexer.rounded_as)
-                keys, tokens = insert(
-                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel, start
-                )
-            cache, shared = cache._replace(keys=keys, key_tokens=tokens), shared._replace(keys=keys)
-        return cache, shared
 
     def _compressed(
         self, params: Any, x: jax.Array, first: jax.Array, cache: LayerCache, shared: Shared, lengths: jax.Array
@@ -604,7 +512,7 @@ class DSV4Attention:
         """The indexer's queries and weights, for such keys; c: the low-rank query; kernel: as in `_few_rows`."""
         assert self.indexer is not None
         weights, made_of = self.indexer.scaled(weights), (params["indexer"], c, positions, self.rope, kernel)
-        if _in_8_bits(keys):
+        if in_8_bits(keys):
             q, scales = self.indexer.turned_and_quantized(*made_of)
             return q, weights * scales
         return self.indexer.rounded(self.indexer.turned(*made_of)), weights
@@ -624,7 +532,7 @@ class DSV4Attention:
         """
         assert self.indexer is not None
         keys, (q, weights) = shared.keys, query
-        if unpacks and isinstance(keys, Cache) and keys.is_packed and not _in_8_bits(keys):
+        if unpacks and isinstance(keys, Cache) and keys.is_packed and not in_8_bits(keys):
             keys = keys.take().astype(q.dtype)
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
@@ -685,11 +593,6 @@ class DSV4Attention:
 def _everywhere(of_documents: Any) -> Any:
     """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
     return jax.tree.map(whole_sequences, of_documents)
-
-
-def _in_8_bits(keys: Any) -> bool:
-    """Whether an indexer's queries are quantized, as its keys are."""
-    return isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8"
 
 
 def _made(shared: Shared, given: Shared) -> Shared:

@@ -1,0 +1,49 @@
+// The calls that make codes of e4m3 of a sequence's keys, in rows or in pages, and that find the greatest of these keys'
+// numbers.
+#pragma once
+
+#include "key_codes_plan.h"
+#include "packed_pages.h"
+#include "target.h"
+
+namespace dsv4_fmha {
+
+struct KeyCodes {
+  using Call = KeyCodesCall;
+  using Shape = KeyCodesShape;
+  using Kernels = std::array<Launcher*, 1>;
+
+  static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    *shape = {.b = n.b, .n = n.n, .rows = call.keys.dimensions[0], .page = 1, .page_bytes = 0};
+    const bool packed = call.keys.dtype == ffi::U8;
+    if (!packed && call.packing.empty()) return ffi::Error::Success();
+    for (const Packing& known : kPackings) {
+      if (!packed || known.name != call.packing) continue;
+      shape->page_bytes = call.keys.dimensions[1];
+      shape->page = PackedEntries(known, shape->page_bytes);
+      if (shape->page == 0) return Refuse(call.keys, "shape " + Show(call.keys.dimensions), Show(known));
+      return ffi::Error::Success();
+    }
+    return ffi::Error::InvalidArgument("packing: got " + std::string(call.packing));
+  }
+
+  static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
+    const KeyCodesChoices choices{.dtype = call.packing.empty() ? call.keys.dtype : ffi::BF16, .packing = call.packing};
+    if (ffi::Error error = LookUp(call.target->name, device, choices, &kernels->front()); error.failure()) return error;
+    Expectations expect;
+    const bool finds_tops = call.tops.dimensions.size() > 0;
+    if (finds_tops) expect.Shape(call.tops, {shape->b, CeilDiv(shape->n, kernels->front()->tile_n)});
+    return expect.error();
+  }
+
+  static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
+    Plan<KeyCodesArguments> plan;
+    const auto at = AddressesOf<KeyCodesAddresses>(call);
+    if (std::string error = PlanKeyCodes(shape, kernels.front()->tile_m, at, &plan); !error.empty()) {
+      return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
+    }
+    return Launch(kernels.front(), stream, plan);
+  }
+};
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,65 @@
+"""Attention by products of e4m3: what keys become, by definition and for a kernel."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import reference
+from .._definitions.packed import LAYOUTS
+from .._host import key_codes
+from .cached import CachedSource
+from .op import Arrays
+from .sources import Part, Source
+from .tables import E4M3, without_heads
+
+
+def definition(q: Any, sources: Sequence[Source], sink: Any, scale: float, products: str) -> Arrays:
+    """Rounded q, keys and weights, in float32."""
+    parts = [part for source in sources for part in source.parts()]
+    q32, *keys = reference.rounded_for_products(q, *(without_heads(part.keys) for part in parts))
+    parts = [dataclasses.replace(part, keys=k) for part, k in zip(parts, keys, strict=True)]
+    o, lse = reference.merge([part.reference(q32, None, scale, products=products) for part in parts], sink)
+    return o.astype(q.dtype), lse
+
+
+def by_kernel(q: Any, sources: Sequence[Source], sink: Any, scale: float) -> Arrays:
+    parts, units = _in_codes(sources, q.shape[0])
+    row = E4M3[tuple(kind for source in sources for kind in source.kinds)]
+    return row.run(q, *row.operands(*parts), sink, units, scale=scale)
+
+
+def _in_codes(sources: Sequence[Source], b: int) -> tuple[list[Part], jax.Array]:
+    """Parts with codes as keys, and the unit of each batch entry's, float32 [b]; no key is in memory in between."""
+    found = [_located(source) for source in sources]
+    how = [(*_in_pool(pool, slots, packing), packing) for _, pool, slots, packing in found]
+    tops = [key_codes.key_tops(pool, slots, packing=packing)[0] for pool, slots, packing in how]
+    unit = reference.unit_of_keys(*(x[..., None] for x in tops)).reshape(-1)
+    made = []
+    for (part, *_), (pool, slots, packing) in zip(found, how, strict=True):
+        units = jnp.broadcast_to(unit, slots.shape[:1])
+        (codes,) = key_codes.key_codes(pool, slots, units, packing=packing)
+        made.append(dataclasses.replace(part, keys=codes))
+    return made, jnp.broadcast_to(unit, (b,))
+
+
+def _located(source: Source) -> tuple[Part, jax.Array, jax.Array, str]:
+    """A part without its keys, where these are, [b or 1, rows, d] or [b or 1, pages, page_bytes], the slots that they
+    have there, and their layout; "" where they are not packed."""
+    if isinstance(source, CachedSource):
+        slots, part = source.located()
+        return part, source.pool, slots, source.layout if source.is_packed else ""
+    (part,) = source.parts()
+    keys = without_heads(part.keys)
+    return part, keys, jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape[:2]), ""
+
+
+def _in_pool(pool: jax.Array, slots: jax.Array, packing: str) -> tuple[jax.Array, jax.Array]:
+    """All of it as one pool, and slots of that."""
+    entries = pool.shape[1] * (LAYOUTS[packing].page_entries(pool.shape[2]) if packing else 1)
+    if pool.shape[0] != 1:
+        first = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None] * entries
+        slots = jnp.where(slots < 0, slots, first + slots)
+    return pool.reshape(-1, pool.shape[2]), slots
