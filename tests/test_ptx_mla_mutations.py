@@ -55,16 +55,29 @@ FEW_HEADS = Subject(
     "",
     {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 )
-E4M3 = Subject(  # two tiles and four, after two of q
+E4M3 = Subject(  # two tiles and four
     "csa_fwd_e4m3_sm_90a_d512_bfloat16",
     {"b": 1, "s_q": 3, "s_kv": 90, "h_q": 8, "s_kv1": 300, "topk": 200},
     " ".join(
-        f"{ring}_{state}{stage}"
-        for ring, stages in (("info", 2), ("k", 5), ("p", 4), ("sums", 2))
-        for state in ("full", "empty")
+        f"{barrier}{stage}"
+        for barriers, stages in (
+            ("info_full info_empty q_full q_empty", 2),
+            ("k_full k_empty p_full", 4),
+            ("sums_full sums_empty", 2),
+        )
+        for barrier in barriers.split()
         for stage in range(stages)
     ),
-    {"q": 32 * KIB, "k": 5 * 32 * KIB, "p": 4 * 4 * KIB, "factor": KIB, "rose": 64, "sums": 512},
+    {
+        "q": 2 * 32 * KIB,
+        "k": 4 * 32 * KIB,
+        "p": 4 * 4 * KIB,
+        "given": 16 * KIB,
+        "factor": KIB,
+        "rose": 64,
+        "sums": 512,
+        "scale": 512,
+    },
 )
 
 
@@ -228,19 +241,18 @@ FAULTS = [
         E4M3.without_wait("p_full0"),
     ),
     PlantedFault(
-        "codes of P written over others that are still read",
-        E4M3,
-        EARLY,
-        unordered(r"(wgmma|ld\.shared)", "(p|rose|factor)", r"st\.shared"),
-        E4M3.without_wait("p_empty0"),
-        case={"s_kv1": 600, "topk": 600},  # more tiles than places
-    ),
-    PlantedFault(
         "codes of keys written over others that are still read",
         E4M3,
         Race,
         r"cp\.async[^\n]*\n\s+overwrites SMEM of k while nothing orders this",
         E4M3.without_wait("k_empty0"),
+    ),
+    PlantedFault(
+        "codes of q written over others that are still read",
+        E4M3,
+        EARLY,
+        unordered(r"(wgmma|ld\.shared)", "(q|scale)", r"st\.shared"),
+        E4M3.without_wait("q_empty0"),
     ),
     PlantedFault(
         "the sum of a tile added before it is complete",

@@ -30,7 +30,9 @@ def operands(
     s_kv, s_kv1 = (*tables, 64)[:2]
     extents = {"b": 1, "s_q": queries, "h_q": heads, "topk": max(seen) if variant.gathers else 0}
     x = attention.operands(variant, width=None, s_kv=s_kv, s_kv1=s_kv1, **extents)
-    sources = (all_seen(s, kind, n) for s, kind, n in zip(x.sources, variant.sources, seen, strict=False))
+    sources = [all_seen(s, kind, n) for s, kind, n in zip(x.sources, variant.sources, seen, strict=False)]
+    if x.units is not None:
+        sources = [attention.as_codes(s, x.units) for s in sources]
     return dataclasses.replace(x, sources=tuple(sources))
 
 

@@ -14,13 +14,15 @@ class Config:
     sources: tuple[str, ...]  # "span" or "selection", in the order in which they are taken; keys of all are gathered
     tile_m: int = 64
     tile_n: int = 64
-    stages_k: int = 5
-    stages_p: int = 4
+    stages_q: int = 2
+    stages_k: int = 4  # and of P
+    staged: int = 8  # rows of q that a warp has under way
     shared_kv: bool = True
     gathers: bool = True
     cluster: int = 1
 
-    threads = 4 * WARPGROUP  # a producer, the scores, and two halves of O's columns
+    threads = 4 * WARPGROUP  # producers, the scores, and two halves of O's columns
+    warps_of_q = 2  # of four producers; the others gather keys
     registers = (40, 104, 184)  # of a thread, in that order
     launch_options = {"min_blocks_per_mp": 1}  # noqa: RUF012
 
@@ -35,10 +37,11 @@ class Config:
 
     @cached_property
     def smem_bytes(self) -> int:
-        tiles = self.d * (self.tile_m + self.stages_k * self.tile_n) + self.stages_p * self.tile_m * self.tile_n
-        numbers = 4 * (self.stages_p * (self.tile_m + WARPGROUP // 32) + 2 * self.tile_m)
-        infos = 16 + 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        return tiles + numbers + infos + 8 * 2 * (self.stages_k + self.stages_p + 2 + 2)
+        tiles = self.d * self.stages_q * self.tile_m + (self.d + self.tile_m) * self.stages_k * self.tile_n
+        given = 2 * self.d * self.staged * self.warps_of_q
+        numbers = 4 * (self.stages_k * (self.tile_m + WARPGROUP // 32) + 2 * 2 * self.tile_m)
+        infos = 8 * self.stages_k + 4 * 2 * (2 + PUBLISHED) + 16  # with what 16-byte alignment adds
+        return tiles + given + numbers + infos + 8 * (2 * (self.stages_q + self.stages_k + 2 + 2) + self.stages_k)
 
     def __post_init__(self):
         if self.d != 512:  # half of it is four products of 64 columns, whose sums fill a thread's registers

@@ -3,10 +3,12 @@
 Keys come as codes of e4m3, 512 bytes each, in one unit for all keys of a batch entry, and are gathered as they are. q
 is bfloat16, and is rounded here, in a unit for each row.
 
-    producer   q and keys, with cp.async: a ring of places of 64 keys, or of 32 rows of q
+    two warps  q rounded, up to two row tiles ahead
+                   | q full                                            ^ q empty
+    two warps  keys, with cp.async, and which of them are absent: a ring of tiles of 64
                    | k full                                            ^ k empty
-    scores     q rounded; S = Q K', the next tile's under the softmax of this one; P to SMEM
-                   | p full, with factors for the sums before          ^ p empty
+    scores     S = Q K', the next tile's under the softmax of this one; P to SMEM
+                   | p full, with factors for the sums before          ^ k empty
     products   O' += V' P', a half of the columns each
 
 So a softmax never waits for products of P, nor these for it, until a ring is full.
@@ -50,10 +52,9 @@ from kernels.lib.ptx import (
 from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, load, row_of, store
 from kernels.lib.selections import (
     LANES_A_ROW,
-    SelectedRows,
     Selection,
+    mask_absent,
     open_selection,
-    read_selection,
     with_keys,
 )
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, by_row, exp2
@@ -62,16 +63,13 @@ from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, round_pair
 
 from .config import Config
-from .smem import WARPS, Barriers, Shared
+from .smem import WARPS, Barriers, Shared, filled
 
-SCORES_MET = 1  # a named barrier: all threads that make scores have come
 LEAST = -1e30  # a reference before any key was seen
 HEAD, LIMIT = 5, 8.5  # P is about 2^HEAD at most when a reference is set, and 2^LIMIT before it is set anew
 TO_INTEGER = 12582912.0  # 1.5 2^23: added and subtracted, it rounds to an integer
 TOP = 134  # the biased exponent of the greatest number of a row of q in its unit: below 256, of e4m3's 448
 COLUMNS = 64  # of O, of a product
-Q_TILES = 2  # places of keys that a tile of q takes
-AT_A_TIME = 4  # rows of q of which a warp has loads under way
 LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit is a number
 SLAB_BYTES = 128  # of a row
 LOW, HIGH = 0x6420, 0x7531  # permutations: the even bytes, the odd ones
@@ -94,8 +92,9 @@ class Scores:
     """State that a thread of the scores keeps."""
 
     thread: Int32
+    row_of_p: Int32  # bytes from a tile of P to this thread's first word
     qk: cute.TiledMma
-    a: cute.Tensor
+    a: cute.Tensor  # (.., row tile & 1)
     b: cute.Tensor  # (.., stage)
     scores: cute.Tensor  # of every other tile
     scale: cute.Tensor  # of each row
@@ -108,7 +107,9 @@ class Scores:
         qk = product(64, warpgroup.OperandSource.SMEM)
         rows = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(4))
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        return Scores(thread, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), *rows)
+        row = row_of(thread, 0)
+        row_of_p = keep(row * 64 + row // 2 % 4 * 16 + thread % 4 * 4)
+        return Scores(thread, row_of_p, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), *rows)
 
     def others(self) -> cute.Tensor:
         """Those of the tiles between: made anew for each, so that nothing of the last one is kept."""
@@ -136,185 +137,207 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         bar, smem = Shared.allocate(c)
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise()
+                bar.initialise(c.warps_of_q)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         producer, scores, products = c.registers
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(producer)
-            self.produce(bar, smem, q, operands, n)
+            if warp < WARPS - c.warps_of_q:
+                self.gather(bar, smem, operands, units, n)
+            else:
+                self.round_queries(bar, smem, q, units, n)
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_decrease(scores)
-            self.score(bar, smem, operands, results, units, n)
+            self.score(bar, smem, results, n)
         else:
             cute.arch.setmaxregister_increase(products)
             self.multiply(bar, smem, o, n)
 
-    # ---- producer
+    # ---- producers
 
     @cute.jit
-    def produce(self, bar: Barriers, smem: Shared, q: cute.Pointer, operands: tuple, n: Extents):
-        """Loads the keys of every row tile of this CTA, and says what they are."""
-        c, thread = self.config, cute.arch.thread_idx()[0]
-        wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // LANES_A_ROW), 2), Int32)
-        now, after = wanted[None, 0], wanted[None, 1]
+    def gather(self, bar: Barriers, smem: Shared, operands: tuple, units: Units, n: Extents):
+        """Loads the keys of every row tile of this CTA, and says what they are. A warp has 32 keys of a tile."""
+        c, lane = self.config, cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        entries = cute.make_rmem_tensor((1, 2), Int32)
+        now, after = entries[None, 0], entries[None, 1]
         scheduler, fill = self.tile_scheduler(n), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
             opened = tuple(open_selection(x, tile, c.tile_n, c.words) for x in operands)
-            info = bar.info.at(wave)
-            info.wait_empty()
-            if thread == 0:
-                for which, x in enumerate((tile, *opened)):
-                    x.publish(smem.info[None, which, wave & 1])
-                smem.tiles[wave & 1] = total_tiles(opened)
-                info.arrive_full()
-            tiles = total_tiles(opened)
-            self.prefetch_indices(opened, after, Int32(0), thread)
-            self.load_q(bar, smem, q, tile, fill, thread)
-            fill = fill + Q_TILES
+            of_keys, tiles = load(units.of_keys + tile.batch), total_tiles(opened)
+            self.prefetch_entry(opened, after, Int32(0), warp)
+            if warp == 0:
+                info = filled(bar.info, wave)
+                info.wait_empty()
+                with cute.arch.elect_one():
+                    tile.publish(smem.info[None, wave & 1])
+                    smem.tiles[wave & 1], smem.of_keys[wave & 1] = tiles, of_keys
+                    info.arrive_full()
             for t in cutlass.range(tiles, unroll=1):
                 now.store(after.load())
-                on_source(opened, t, Selection.mark_absent, now, thread, WARPGROUP)
-                self.prefetch_indices(opened, after, t + 1, thread)
-                state = bar.k.at(fill + t)
+                on_source(opened, t, mark_absent, now, warp)
+                self.prefetch_entry(opened, after, t + 1, warp)
+                state = filled(bar.k, fill + t)
                 state.wait_empty()
-                keys = cute.make_tensor(smem.k.iterator + state.index * (c.tile_n * c.d), cute.make_layout(1))
-                with_keys(opened, t).gather(keys, now, thread, range(c.d // SLAB_BYTES), WARPGROUP)
+                self.copy_keys(smem, with_keys(opened, t).keys, now[0], state.index, warp)
                 state.copy_full()
+                absent = Uint32(cute.arch.vote_ballot_sync(now[0] < 0))
+                if lane == 0:
+                    smem.absent[warp, state.index] = absent
+                arrive_if(state.full, Int32(lane == 0))
             fill = fill + tiles
 
-    @cute.jit
-    def load_q(self, bar: Barriers, smem: Shared, q: cute.Pointer, tile: RowTile, fill: Int32, thread: Int32):
-        """Loads a tile of q into places of keys, as it lies in memory, with zeros for rows that do not exist."""
-        c = self.config
-        first, rows = rows_of(tile)
-        each = c.tile_n * c.d  # bytes of a place
-        for part in cutlass.range_constexpr(Q_TILES):
-            state = bar.k.at(fill + part)
-            state.wait_empty()
-            target = smem.k.iterator.toint() + state.index * each
-            source, there = (q + first * c.d).toint() + part * each, rows * (2 * c.d) - part * each
-            for i in cutlass.range_constexpr(each // (16 * WARPGROUP)):
-                at = thread * 16 + i * 16 * WARPGROUP
-                present = Int32(16) if at < there else Int32(0)
-                copy_or_zero(target + at, source + (at if at < there else Int32(0)), present)
-            state.copy_full()
+    def prefetch_entry(self, opened: tuple, entry: cute.Tensor, t: Int32, warp: Int32) -> None:
+        """entry <- the list's entry for this lane's key of tile t."""
+        on_source(opened, t, read_entry, entry, warp)
 
-    def prefetch_indices(self, opened: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
-        on_source(opened, t, Selection.prefetch_indices, wanted, thread, WARPGROUP)
+    @cute.jit
+    def copy_keys(self, smem: Shared, keys: cute.Pointer, index: Int32, stage: Int32, warp: Int32):
+        """Issues the copies of a warp's 32 keys, one for each lane: zeros for those whose index is negative."""
+        c, lane = self.config, cute.arch.lane_idx()
+        chunk, row0 = lane % LANES_A_ROW, lane // LANES_A_ROW
+        each = WARP // LANES_A_ROW  # keys at a time
+        target0 = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + warp * (WARP * SLAB_BYTES) + row0 * SLAB_BYTES
+        for i in cutlass.range_constexpr(WARP // each):
+            key = cute.arch.shuffle_sync(index, i * each + row0)
+            source = keys.toint() + Int64(cutlass.max(key, Int32(0))) * c.d + chunk * 16
+            size = Int32(16) if key >= 0 else Int32(0)
+            target = target0 + i * (each * SLAB_BYTES) + (chunk ^ row0 ^ i * each % 8) * 16
+            for slab in cutlass.range_constexpr(c.d // SLAB_BYTES):
+                copy_or_zero(target + slab * (c.tile_n * SLAB_BYTES), source + slab * SLAB_BYTES, size)
+
+    @cute.jit
+    def round_queries(self, bar: Barriers, smem: Shared, q: cute.Pointer, units: Units, n: Extents):
+        """Rounds q of every row tile of this CTA, ahead of its use."""
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - (WARPS - c.warps_of_q)
+        scheduler = self.tile_scheduler(n)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile, state = scheduler.tile(wave), filled(bar.q, wave)
+            scale = units.scale_log2 * load(units.of_keys + tile.batch)
+            state.wait_empty()
+            self.round_q(smem, q, tile, scale, state.index, warp)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            arrive_if(state.full, Int32(cute.arch.lane_idx() == 0))
+
+    @cute.jit
+    def round_q(self, smem: Shared, q: cute.Pointer, tile: RowTile, scale: Float32, stage: Int32, warp: Int32):
+        """Rounds a tile of q to e4m3, in a power of two for each row, and zeros for rows that do not exist.
+
+        Some rows of a warp are under way. A lane reads only what it copied itself.
+        """
+        c, lane = self.config, cute.arch.lane_idx()
+        each = c.tile_m // c.warps_of_q
+        first, rows = rows_of(tile)
+        source = (q + (first + warp * each) * c.d).toint() + lane * 16
+        staged = smem.given.iterator.toint() + warp * (2 * c.d * c.staged) + lane * 16
+        codes = smem.q.iterator.toint() + stage * (c.tile_m * c.d) + lane // 16 * (c.tile_m * SLAB_BYTES)
+        rows = rows - warp * each
+        for i in cutlass.range_constexpr(c.staged):
+            self.copy_row(source, staged, Int32(i), rows)
+        words = cute.make_rmem_tensor((4, 2), Uint32)
+        for i in cutlass.range(each, unroll=1):
+            cute.arch.cp_async_wait_group(c.staged - 1)
+            for half in cutlass.range_constexpr(2):
+                cute.autovec_copy(shared_words(staged + i % c.staged * (2 * c.d) + half * c.d, 4), words[None, half])
+            x = cute.make_rmem_tensor(16, Float32)
+            given = cute.make_tensor(words.iterator, cute.make_layout(8))
+            x.store(cute.recast_tensor(given, BFloat16).load().to(Float32))
+            most = [Float32(0.0), Float32(0.0)]
+            for j in cutlass.range_constexpr(16):
+                most[j % 2] = max_abs(most[j % 2], x[j])
+            top = warp_max_u32(Uint32(bits_of(max_abs(*most))))
+            exponent = cutlass.max(Int32(top >> Uint32(23)), Int32(LOWEST))
+            up, unit = power_of_two(127 + TOP - exponent), power_of_two(127 - TOP + exponent)
+            row = warp * each + i
+            if lane == 0:
+                smem.scale[row, stage] = unit * scale
+            target = codes + row * SLAB_BYTES + (lane % 16 // 2 ^ i % 8) * 16 + lane % 2 * 8
+            for half in cutlass.range_constexpr(2):
+                eight = cute.make_rmem_tensor(2, Uint32)
+                for j in cutlass.range_constexpr(2):
+                    eight[j] = to_e4m3(*(x[8 * half + 4 * j + k] * up for k in range(4)))
+                cute.autovec_copy(eight, shared_words(target + half * (2 * c.tile_m * SLAB_BYTES), 2))
+            self.copy_row(source, staged, i + c.staged, rows)
+
+    @cute.jit
+    def copy_row(self, source: Int64, staged: Int32, i: Int32, rows: Int32):
+        """Begins to load the i-th row of a warp, or a row of zeros; a group of cp.async, which may be empty."""
+        c = self.config
+        there = i < rows
+        if i < c.tile_m // c.warps_of_q:
+            for half in cutlass.range_constexpr(2):
+                at = source + (i if there else Int32(0)) * (2 * c.d) + half * c.d
+                copy_or_zero(staged + i % c.staged * (2 * c.d) + half * c.d, at, Int32(16) if there else Int32(0))
+        cute.arch.cp_async_commit_group()
 
     def tile_scheduler(self, n: Extents) -> TileScheduler:
         """Heads of one query follow one another, so that they share the keys in L2."""
         return TileScheduler.of(n, Int32(1), 1)
 
-    def reopen(self, operands: tuple, smem: Shared, wave: Int32, n: Extents) -> tuple[PlacedTile, tuple]:
-        c = self.config
-        slots = [smem.info[None, which, wave & 1] for which in range(1 + len(operands))]
-        tile = RowTile.read(slots[0], n)
-        return tile, tuple(
-            read_selection(x, tile, c.tile_n, c.words, slot) for x, slot in zip(operands, slots[1:], strict=True)
-        )
-
     # ---- scores
 
     @cute.jit
-    def score(self, bar: Barriers, smem: Shared, operands: tuple, results: RowResults, units: Units, n: Extents):
-        s = Scores.of(smem)
-        boxed = BoxedRows.of(n, 0, s.thread, True)
-        fill, made = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
+    def score(self, bar: Barriers, smem: Shared, results: RowResults, n: Extents):
+        s, lane = Scores.of(smem), cute.arch.lane_idx()
+        fill = Int32(0)  # tiles of keys and of P, by the row tiles before
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
-            info = bar.info.at(wave)
-            info.wait_full()
-            tile, opened = self.reopen(operands, smem, wave, n)
-            arrive_if(info.empty, Int32(cute.arch.lane_idx() == 0))
-            tiles, seen = total_tiles(opened), SelectedRows.of(opened)
-            of_keys = load(units.of_keys + tile.batch)
-            if tiles > 0:
-                seen.prefetch(Int32(0))
-            self.round_q(s, bar, smem, fill)
-            fill = fill + Q_TILES
+            filled(bar.info, wave).wait_full()
+            tiles, q = cute.arch.make_warp_uniform(smem.tiles[wave & 1]), filled(bar.q, wave)
+            q.wait_full()
+            for r in cutlass.range_constexpr(ROWS):
+                s.scale[r] = smem.scale[row_of(s.thread, r), wave & 1]
             s.ref.fill(LEAST)
             s.sum.fill(0.0)
-            for r in cutlass.range_constexpr(ROWS):
-                s.scale[r] = s.scale[r] * (units.scale_log2 * of_keys)
             if tiles > 0:
-                self.issue(s, bar, s.scores, fill)
-                self.receive(bar, seen, s.scores, fill, Int32(0))
+                first = s.others()
+                self.issue(s, bar, first, wave, fill)
+                self.receive(bar, smem, first, fill)
+                s.scores.store(first.load())
                 for pair in cutlass.range((tiles - 1) // 2, unroll=1):
-                    t, others = 2 * pair, s.others()
-                    self.issue(s, bar, others, fill + t + 1)
-                    self.hand_over(s, bar, smem, s.scores, made + t)
-                    self.receive(bar, seen, others, fill + t + 1, t + 1)
-                    self.issue(s, bar, s.scores, fill + t + 2)
-                    self.hand_over(s, bar, smem, others, made + t + 1)
-                    self.receive(bar, seen, s.scores, fill + t + 2, t + 2)
+                    others, after, t = s.others(), s.others(), fill + 2 * pair
+                    self.issue(s, bar, others, wave, t + 1)
+                    self.hand_over(s, bar, smem, s.scores, t)
+                    self.receive(bar, smem, others, t + 1)
+                    self.issue(s, bar, after, wave, t + 2)
+                    self.hand_over(s, bar, smem, others, t + 1)
+                    self.receive(bar, smem, after, t + 2)
+                    s.scores.store(after.load())
+                fill = fill + tiles
                 if tiles % 2 == 0:
                     others = s.others()
-                    self.issue(s, bar, others, fill + tiles - 1)
-                    self.hand_over(s, bar, smem, s.scores, made + tiles - 2)
-                    self.receive(bar, seen, others, fill + tiles - 1, tiles - 1)
-                    self.hand_over(s, bar, smem, others, made + tiles - 1)
+                    self.issue(s, bar, others, wave, fill - 1)
+                    self.hand_over(s, bar, smem, s.scores, fill - 2)
+                    self.receive(bar, smem, others, fill - 1)
+                    self.hand_over(s, bar, smem, others, fill - 1)
                 else:
-                    self.hand_over(s, bar, smem, s.scores, made + tiles - 1)
-            self.finish(s, bar, smem, wave, tile, boxed, results, of_keys)
-            fill, made = fill + tiles, made + tiles
+                    self.hand_over(s, bar, smem, s.scores, fill - 1)
+            cute.arch.sync_warp()
+            arrive_if(q.empty, Int32(lane == 0))
+            self.finish(s, bar, smem, wave, results, n)
 
     @cute.jit
-    def round_q(self, s: Scores, bar: Barriers, smem: Shared, fill: Int32):
-        """Rounds a tile of q to e4m3, in a power of two for each row, which is then in scale. A warp has 16 rows."""
-        c, lane = self.config, cute.arch.lane_idx()
-        cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)  # the last scores of all warps are made
-        places = [bar.k.at(fill + part) for part in range(Q_TILES)]
-        for place in places:
-            place.wait_full()
-        stage = places[0].index if s.warp < WARPS // 2 else places[1].index
-        source = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + s.warp % 2 * (16 * 2 * c.d) + lane * 16
-        words = cute.make_rmem_tensor((4, 2, AT_A_TIME), Uint32)
-        for part in cutlass.range_constexpr(16 // AT_A_TIME):
-            for i in cutlass.range_constexpr(AT_A_TIME):
-                for half in cutlass.range_constexpr(2):
-                    at = source + (part * AT_A_TIME + i) * (2 * c.d) + half * c.d
-                    cute.autovec_copy(shared_words(at, 4), words[None, half, i])
-            for i in cutlass.range_constexpr(AT_A_TIME):
-                here = part * AT_A_TIME + i
-                x = cute.make_rmem_tensor(16, Float32)
-                given = cute.make_tensor(words[None, None, i].iterator, cute.make_layout(8))
-                x.store(cute.recast_tensor(given, BFloat16).load().to(Float32))
-                most = Float32(0.0)
-                for j in cutlass.range_constexpr(16):
-                    most = max_abs(most, x[j])
-                exponent = cutlass.max(Int32(warp_max_u32(Uint32(bits_of(most))) >> Uint32(23)), Int32(LOWEST))
-                up, unit = power_of_two(127 + TOP - exponent), power_of_two(127 - TOP + exponent)
-                s.scale[here // 8] = unit if lane // 4 == here % 8 else s.scale[here // 8]
-                target = smem.q.iterator.toint() + (lane // 16 * c.tile_m + s.warp * 16 + here) * SLAB_BYTES
-                target = target + (lane % 16 // 2 ^ here % 8) * 16 + lane % 2 * 8
-                for half in cutlass.range_constexpr(2):
-                    codes = cute.make_rmem_tensor(2, Uint32)
-                    for j in cutlass.range_constexpr(2):
-                        codes[j] = to_e4m3(*(x[8 * half + 4 * j + k] * up for k in range(4)))
-                    cute.autovec_copy(codes, shared_words(target + half * (2 * c.tile_m * SLAB_BYTES), 2))
-        cute.arch.sync_warp()
-        for place in places:
-            arrive_if(place.empty, Int32(lane == 0))
-        cute.arch.barrier(barrier_id=SCORES_MET, number_of_threads=WARPGROUP)  # whose threads fence before products
-
-    @cute.jit
-    def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, fill: Int32):
+    def issue(self, s: Scores, bar: Barriers, scores: cute.Tensor, wave: Int32, fill: Int32):
         """Issues the scores of a tile."""
-        state = bar.k.at(fill)
+        state = filled(bar.k, fill)
         state.wait_full()
-        cute.arch.fence_proxy("async.shared", space="cta")  # keys and q came through the generic proxy
+        cute.arch.fence_proxy("async.shared", space="cta")  # keys came through the generic proxy
         in_own_registers(scores)
-        multiply(s.qk, scores, s.a, s.b[None, None, None, state.index], fresh=True)
+        q, keys = s.a[None, None, None, wave & 1], s.b[None, None, None, state.index]
+        multiply(s.qk, scores, q, keys, fresh=True)
 
     @cute.jit
-    def receive(self, bar: Barriers, seen: SelectedRows, scores: cute.Tensor, fill: Int32, t: Int32):
-        """Waits for the scores of tile t, so that nothing is under way, and masks them."""
+    def receive(self, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
+        """Waits for the scores of a tile, so that nothing is under way, and masks them."""
+        state, absent = filled(bar.k, fill), cute.make_rmem_tensor(self.config.tile_n // WARP, Uint32)
+        cute.autovec_copy(smem.absent[None, state.index], absent)
         warpgroup.wait_group(0)
-        arrive_if(bar.k.at(fill).empty, Int32(cute.arch.lane_idx() == 0))
-        seen.mask(scores, t)
-        seen.prefetch(t + 1)
+        arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
+        mask_absent(scores, absent)
 
     @cute.jit
     def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
@@ -337,37 +360,27 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 scores[r, i + 1] = exp2(scores[r, i + 1] * s.scale[r] - ref)
                 a, b = a + scores[r, i], b + scores[r, i + 1]
             s.sum[r] = a + b
-        place = bar.p.at(fill)
-        place.wait_empty()
-        smem.rose[s.warp, place.index] = Int32(cute.arch.vote_any_sync(rose != 0))
-        target = smem.p.iterator.toint() + place.index * (64 * 64)
         words = cute.make_rmem_tensor((4, ROWS), Uint32)
         for r in cutlass.range_constexpr(ROWS):
-            row = row_of(s.thread, r)
-            smem.factor[row, place.index] = s.factor[r]
             for j in cutlass.range_constexpr(4):
-                words[j, r] = to_e4m3(*(scores[r, 4 * j + k] for k in range(4)))
+                words[j, r] = Uint32(keep(Int32(to_e4m3(*(scores[r, 4 * j + k] for k in range(4))))))
+        place = filled(bar.p, fill)  # free, as the keys of these scores came in the place of those that it was of
+        smem.rose[s.warp, place.index] = Int32(cute.arch.vote_any_sync(rose != 0))
+        row = row_of(s.thread, 0)
+        target = smem.p.iterator.toint() + place.index * (64 * 64) + s.row_of_p
+        for r in cutlass.range_constexpr(ROWS):
+            smem.factor[row + 8 * r, place.index] = s.factor[r]
             for j in cutlass.range_constexpr(4):
-                at = target + row * 64 + (j ^ (row // 2 % 4)) * 16 + lane % 4 * 4
-                shared_words(at, 1)[0] = words[j, r]
+                shared_words((target ^ j * 16) + r * (8 * 64), 1)[0] = words[j, r]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         arrive_if(place.full, Int32(lane == 0))
 
     @cute.jit
-    def finish(
-        self,
-        s: Scores,
-        bar: Barriers,
-        smem: Shared,
-        wave: Int32,
-        tile: PlacedTile,
-        boxed: BoxedRows,
-        results: RowResults,
-        of_keys: Float32,
-    ):
+    def finish(self, s: Scores, bar: Barriers, smem: Shared, wave: Int32, results: RowResults, n: Extents):
         """What O is multiplied with, with the sink; lse, without it, goes to memory. Without keys: 0 and -inf."""
-        state = bar.sums.at(wave)
+        state, boxed = filled(bar.sums, wave), BoxedRows.of(n, 0, s.thread, True)
+        tile, of_keys = RowTile.read(smem.info[None, wave & 1], n), smem.of_keys[wave & 1]
         state.wait_empty()
         for r in cutlass.range_constexpr(ROWS):
             total = cute.arch.warp_reduction_sum(s.sum[r], threads_in_group=4)
@@ -382,6 +395,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 store(results.lse + tile.row_index(query, head), lse if sees else -Float32.inf)
         cute.arch.sync_warp()
         arrive_if(state.full, Int32(cute.arch.lane_idx() == 0))
+        arrive_if(filled(bar.info, wave).empty, Int32(cute.arch.lane_idx() == 0))
 
     # ---- products
 
@@ -394,39 +408,37 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         side = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP) - 2
         pv = product(64, warpgroup.OperandSource.RMEM)
         p = operand_b(pv, smem.p)
-        a = cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN)
+        a = [cute.make_rmem_tensor(pv.partition_shape_A((64, c.tile_n)), Float8E4M3FN) for _ in range(2)]
         part, out = accumulator(pv, 64), tuple(accumulator(pv, 64) for _ in range(c.half // COLUMNS))
         factor = cute.make_rmem_tensor(16, Float32)
-        # where this lane's row is, of matrices of 32 keys and a warp's 16 columns; 64 columns on, bit 6 flips
-        here = smem.k.iterator.toint() + side * (c.half // 128 * c.tile_n * 128) + lane * 128 + (warp ^ lane % 8) * 16
-        fill, taken = Int32(0), Int32(0)  # places of the ring of keys, tiles of P, by the row tiles before
+        # of a place, this lane's row of matrices of 32 keys and a warp's first 16 columns of 64
+        slab = side * (c.half // SLAB_BYTES) + warp // 2
+        here = smem.k.iterator.toint() + (slab * c.tile_n + lane) * SLAB_BYTES + (warp % 2 * 4 ^ lane % 8) * 16
+        fill = Int32(0)  # tiles of keys and of P, by the row tiles before
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
-            bar.info.at(wave).wait_full()
+            filled(bar.info, wave).wait_full()
             tiles = cute.arch.make_warp_uniform(smem.tiles[wave & 1])
-            for i in cutlass.range_constexpr(Q_TILES):  # which the scores alone read
-                bar.k.at(fill + i).wait_full()
-                arrive_if(bar.k.at(fill + i).empty, Int32(lane == 0))
-            fill = fill + Q_TILES
             for m in cutlass.range_constexpr(len(out)):
                 out[m].fill(0.0)
             for t in cutlass.range(tiles, unroll=1):
-                k, of_p = bar.k.at(fill + t), bar.p.at(taken + t)
+                k, of_p = filled(bar.k, fill + t), filled(bar.p, fill + t)
                 of_p.wait_full()
                 k.wait_full()
                 self.rescale(smem, of_p.index, out, factor, thread)
+                at = here + k.index * (c.tile_n * c.d)
+                load_values(a[0], at)
                 for m in cutlass.range_constexpr(len(out)):
-                    at = here + k.index * (c.tile_n * c.d) + m // 2 * (c.tile_n * 128)
-                    load_values(a, at ^ (m % 2 * 64))
-                    multiply(pv, part, a, p[None, None, None, of_p.index], fresh=True)
+                    multiply(pv, part, a[m % 2], p[None, None, None, of_p.index], fresh=True)
+                    if cutlass.const_expr(m + 1 < len(out)):
+                        load_values(a[(m + 1) % 2], at ^ (m + 1) * 16)
                     warpgroup.wait_group(0)
                     for i in cutlass.range_constexpr(cute.size(part)):
                         out[m][i] = out[m][i] + part[i]
                 arrive_if(k.empty, Int32(lane == 0))
-                arrive_if(of_p.empty, Int32(lane == 0))
-            fill, taken = fill + tiles, taken + tiles
-            tile = RowTile.read(smem.info[None, 0, wave & 1], n)
-            arrive_if(bar.info.at(wave).empty, Int32(lane == 0))
-            self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * 16, thread)
+            fill = fill + tiles
+            tile = RowTile.read(smem.info[None, wave & 1], n)
+            arrive_if(filled(bar.info, wave).empty, Int32(lane == 0))
+            self.store_out(bar, smem, wave, o, tile, out, side * c.half + warp * COLUMNS, thread)
 
     @cute.jit
     def rescale(self, smem: Shared, stage: Int32, out: tuple, factor: cute.Tensor, thread: Int32):
@@ -457,7 +469,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     ):
         """o <- O, rounded. A lane has two neighbouring columns of a head, and eight lanes have 32 bytes."""
         c, lane = self.config, cute.arch.lane_idx()
-        state = bar.sums.at(wave)
+        state = filled(bar.sums, wave)
         state.wait_full()
         first, rows = rows_of(tile)
         for i in cutlass.range_constexpr(16):
@@ -466,7 +478,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             if head < rows:
                 place = o + ((first + head) * c.d + column0 + lane // 4 * 2)
                 target = cute.make_tensor(
-                    cute.recast_ptr(place.align(4), dtype=Uint32), cute.make_layout(len(out), stride=COLUMNS // 2)
+                    cute.recast_ptr(place.align(4), dtype=Uint32), cute.make_layout(len(out), stride=16 // 2)
                 )
                 for m in cutlass.range_constexpr(len(out)):
                     x = by_column(out[m])
@@ -479,6 +491,18 @@ def in_own_registers(acc: cute.Tensor) -> None:
     words = cute.recast_tensor(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), Int32)
     for i in range(cute.size(words)):
         words[i] = keep(words[i])
+
+
+def read_entry(x: Selection, t: Int32, entry: cute.Tensor, warp: Int32) -> None:
+    """entry <- what a list has for this lane's key of its tile t."""
+    entry[0] = x.read(t * x.tile_n + warp * WARP + cute.arch.lane_idx())
+
+
+@cute.jit
+def mark_absent(x: Selection, t: Int32, entry: cute.Tensor, warp: Int32):
+    """-1 in place of an entry that names no key."""
+    position = t * x.tile_n + warp * WARP + cute.arch.lane_idx()
+    entry[0] = entry[0] if x.is_present(position, entry[0]) else Int32(-1)
 
 
 def rows_of(tile: RowTile) -> tuple[Int64, Int32]:

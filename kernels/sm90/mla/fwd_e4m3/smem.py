@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.pipeline import Ring
+from kernels.lib.pipeline import PipelineState, Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.wgmma import slab_layout
 
@@ -22,20 +22,28 @@ class Barriers:
     """mbarriers in SMEM. Each warp of the consumers arrives once."""
 
     info: Ring  # what the producer found of a row tile
+    q: Ring  # tiles of q, in codes
     k: Ring  # tiles of keys, one after the other
-    p: Ring  # of P, with factors for what was summed before
+    p: Ring  # of P, with factors for what was summed before; a place comes free with the tile of keys that it is of
     sums: Ring  # of a row tile: what its O is multiplied with
 
     @staticmethod
     def allocate(smem: SmemAllocator, c: Any) -> "Barriers":
-        counts = (ROWS_BY_TURNS, c.stages_k, c.stages_p, ROWS_BY_TURNS)
-        return Barriers(*(Ring(*(smem.allocate_array(Int64, n) for _ in range(2)), n) for n in counts))
+        def some(n: int) -> cute.Pointer:
+            return smem.allocate_array(Int64, n)
 
-    def initialise(self) -> None:
+        info, q, k = (Ring(some(n), some(n), n) for n in (ROWS_BY_TURNS, c.stages_q, c.stages_k))
+        p = Ring(some(c.stages_k), k.empty, c.stages_k)
+        return Barriers(info, q, k, p, Ring(some(ROWS_BY_TURNS), some(ROWS_BY_TURNS), ROWS_BY_TURNS))
+
+    def initialise(self, warps_of_q: int) -> None:
         """By one thread."""
+        warps_of_k = WARPS - warps_of_q
         self.info.initialise(1, 3 * WARPS)
-        self.k.initialise(WARPGROUP, 3 * WARPS)
-        self.p.initialise(WARPS, 2 * WARPS)
+        self.q.initialise(warps_of_q, WARPS)
+        self.k.initialise(warps_of_k * (WARP + 1), 3 * WARPS)  # a thread's copies, and which keys of a warp are there
+        for stage in range(self.p.stages):
+            cute.arch.mbarrier_init(self.p.full + stage, WARPS)
         self.sums.initialise(WARPS, 2 * WARPS)
 
 
@@ -43,14 +51,18 @@ class Barriers:
 class Shared:
     """SMEM beside the barriers."""
 
-    q: cute.Tensor  # (64, d)
+    q: cute.Tensor  # (64, d, row tile & 1)
     k: cute.Tensor  # (tile_n, d, stage)
     p: cute.Tensor  # (64, tile_n, stage)
+    given: cute.Tensor  # bfloat16 (d, row, warp): rows of q before they are rounded
     factor: cute.Tensor  # (64, stage of p): of the sums before
     rose: cute.Tensor  # (warp, stage of p): whether a factor of its rows is not 1
     sums: cute.Tensor  # (64, row tile & 1)
+    scale: cute.Tensor  # (64, row tile & 1): of the scores of a row
+    of_keys: cute.Tensor  # (row tile & 1): the unit of keys
     tiles: cute.Tensor  # (row tile & 1): how many tiles of keys
-    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1)
+    absent: cute.Tensor  # (word, stage of k): a bit for every key, whether it is absent
+    info: cute.Tensor  # (PUBLISHED, row tile & 1)
 
     @staticmethod
     def allocate(c: Any) -> tuple[Barriers, "Shared"]:
@@ -62,18 +74,27 @@ class Shared:
         def numbers(dtype: Any, *shape: int) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(shape), 16)
 
-        q = tile(slab_layout(Float8E4M3FN, c.tile_m, c.d))
+        q = tile(slab_layout(Float8E4M3FN, c.tile_m, c.d, c.stages_q))
         k = tile(slab_layout(Float8E4M3FN, c.tile_n, c.d, c.stages_k))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float8E4M3FN)
-        p = tile(cute.tile_to_shape(atom, (c.tile_m, c.tile_n, c.stages_p), order=(0, 1, 2)))
+        p = tile(cute.tile_to_shape(atom, (c.tile_m, c.tile_n, c.stages_k), order=(0, 1, 2)))
         shared = Shared(
             q,
             k,
             p,
-            numbers(Float32, c.tile_m, c.stages_p),
-            numbers(Int32, WARPS, c.stages_p),
+            numbers(BFloat16, c.d, c.staged, c.warps_of_q),
+            numbers(Float32, c.tile_m, c.stages_k),
+            numbers(Int32, WARPS, c.stages_k),
             numbers(Float32, c.tile_m, ROWS_BY_TURNS),
+            numbers(Float32, c.tile_m, ROWS_BY_TURNS),
+            numbers(Float32, ROWS_BY_TURNS),
             numbers(Int32, ROWS_BY_TURNS),
-            numbers(Int32, PUBLISHED, 1 + len(c.sources), ROWS_BY_TURNS),
+            numbers(Uint32, c.tile_n // WARP, c.stages_k),
+            numbers(Int32, PUBLISHED, ROWS_BY_TURNS),
         )
         return Barriers.allocate(smem, c), shared
+
+
+def filled(ring: Ring, fill: Int32) -> PipelineState:
+    """`Ring.at` of a ring whose stages are a power of two: without the division of a signed number."""
+    return PipelineState(ring, fill & ring.stages - 1, fill >> ring.stages.bit_length() - 1 & 1)
