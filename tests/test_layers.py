@@ -1,6 +1,7 @@
 """Layers of DeepSeek-V4 and V4.1: whole sequences against float64, and chunks and steps against whole sequences."""
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
-from jax_dsv4_fmha.layers import Shared, from_config, from_state_dict
+from jax_dsv4_fmha.layers import Compressor, Shared, from_config, from_state_dict
 from tests import layers_float64
 from tests.helpers import collectives
 from tests.test_config import MODES as MODES_OF_JAX
@@ -318,6 +319,18 @@ def test_kernels(kind, packed):
     assert got[0].dtype == x.dtype
     near(got[0], want[0], 2e-2)
     near(got[1], want[1], 8e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_a_long_prompt_compiles_soon():
+    """XLA took minutes to compile the sums of 128 tokens where there are many blocks."""
+    compressor = Compressor(4096, 512, 128)
+    params = jax.eval_shape(compressor.init, jax.random.key(0))
+    lowered = jax.jit(compressor).lower(params, jax.ShapeDtypeStruct((1, 65536, 4096), jnp.bfloat16))
+    began = time.monotonic()
+    lowered.compile()
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.gpu
