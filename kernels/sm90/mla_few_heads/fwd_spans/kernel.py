@@ -256,7 +256,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
                     is_its = (passes == 1) | (p == x.number)
                     offsets.append(x.start - lo if (passes == 1) & (x.length > 0) else Int32(0))
                     lengths.append(x.length if is_its else Int32(0))
-                    unseen.append((passes == 1) | (p <= x.number))
+                    unseen.append((passes == 1) | (p <= x.number) | (x.length == 0))
                 for t in cutlass.range(tiles, unroll=1):
                     fresh = [(t == 0) & x for x in unseen]
                     is_last = (p == passes - 1) & (t == tiles - 1)
