@@ -89,7 +89,11 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        of_consumer = self.queries * self.tile_m * (self.row_bytes + self.slabs_at_a_time * 2 * SLAB + 4 * WARPS) + 4 * self.numbers + 16
+        of_consumer = (
+            self.queries * self.tile_m * (self.row_bytes + self.slabs_at_a_time * 2 * SLAB + 4 * WARPS)
+            + 4 * self.numbers
+            + 16
+        )
         return self.stages * (self.piece_bytes + 16) + CONSUMERS * of_consumer
 
     def __post_init__(self):

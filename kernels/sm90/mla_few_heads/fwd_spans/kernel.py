@@ -222,9 +222,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
     # ---- consumers
 
     @cute.jit
-    def consume(
-        self, bar: Barriers, smem: Shared, output: tuple, results: RowResults, scale_log2: Float32, n: Extents
-    ):
+    def consume(self, bar: Barriers, smem: Shared, output: tuple, results: RowResults, scale_log2: Float32, n: Extents):
         """One of two warpgroups: for every group of this CTA, O and lse of its queries."""
         c = self.config
         w, queries = self.consumer(bar, smem, scale_log2)
@@ -442,4 +440,6 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return MlaFewHeadsSpansSm90(Config(variant.d, variant.dtype, variant.sources, variant.max_heads)).compile(variant, out_dir)
+    return MlaFewHeadsSpansSm90(Config(variant.d, variant.dtype, variant.sources, variant.max_heads)).compile(
+        variant, out_dir
+    )
