@@ -221,7 +221,7 @@ def spans_pay(q: jax.Array, *keys: Any) -> bool:
 
 
 def groups_pay(q: jax.Array) -> bool:
-    """Whether `mla_span_fwd_few_heads` is to take q in the canonical order: neighbouring queries fill a tile of rows."""
+    """Whether `mla_span_fwd_few_heads` is to take q in the canonical order: queries in a row fill a tile of rows."""
     _, s_q, h_q, d = q.shape
     if not isinstance(s_q, int) or not isinstance(h_q, int) or h_q > FEW_HEADS or s_q * h_q < TILE:
         return False

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
@@ -26,7 +26,7 @@ from kernels.aot import Compiled
 from kernels.lib.columns import by_column
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
-from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, ceil_div, load, row_of
+from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, ceil_div, row_of
 from kernels.lib.softmax import RowResults
 from kernels.lib.spans import SpanOperands, clip, load_span
 from kernels.lib.tile_scheduler import TileScheduler
@@ -334,7 +334,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
         for j, x in enumerate(queries):
             # after its scores come the last pieces of later queries' scores, and a group of each query's before it
             warpgroup.wait_group(count - 1)
-            if cutlass.const_expr(j == count - 1):
+            if cutlass.const_expr(j == count - 1):  # noqa: SIM102, at compile time
                 if is_last:
                     q.arrive_empty()
             self.mask(x, seen[j], w.thread)
