@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from .packings import PACKED
-from .params import TILING, Param, Params, each, gathers, rows, source_blocks
+from .params import TILING, Param, Params, each, gathers, keys, params_of_span, rows, source_blocks
 
 ANY = 2**31 - 1  # a limit that does not limit
 
@@ -98,11 +98,16 @@ class Forward(Variant):
 
     @property
     def gathers(self) -> bool:
-        return gathers(self.sources) or self.is_e4m3
+        return gathers(self.sources) or self.is_e4m3 or self.shares_tiles
 
     @property
     def splits(self) -> bool:
-        return (self.arch == "sm_90a" or self.shared_kv) and not self.is_e4m3
+        return (self.arch == "sm_90a" or self.shared_kv) and not self.is_e4m3 and not self.shares_tiles
+
+    @property
+    def shares_tiles(self) -> bool:
+        """Whether tiles of rows, with heads of one query each, share tiles of keys, which TMA loads."""
+        return self.op == SPAN_OF_FEW_HEADS
 
     @property
     def turns(self) -> bool:
@@ -128,14 +133,21 @@ class Forward(Variant):
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
         traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.is_e4m3}
+        traits["shared_tiles"] = self.shares_tiles
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
+
+    @property
+    def params_of_keys(self) -> Params:
+        if self.shares_tiles:
+            return (*keys("cut_k", source=0), *params_of_span(0))
+        return source_blocks(self.sources, self.shared_kv, self.gathers_by_tma, self.gathers)
 
     @property
     def params(self) -> Params:
         by_tma = {"q": not self.moves_rows, "o": self.shared_kv and not self.moves_rows}
         return (
             *(x for name, maps in by_tma.items() for x in (rows(name) if maps else each("address", name))),
-            *source_blocks(self.sources, self.shared_kv, self.gathers_by_tma, self.gathers),
+            *self.params_of_keys,
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),
             *each("address", *["table"] * (self.turns or self.is_e4m3)),
@@ -153,6 +165,11 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     "hca_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
+
+SPAN_OF_FEW_HEADS = "mla_span_fwd_few_heads"
+"""`mla_span_fwd` in the canonical order of sums, where each query has tiles of keys of its own."""
+
+FORWARD_OPS |= {SPAN_OF_FEW_HEADS: FORWARD_OPS["mla_span_fwd"]}
 
 TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
 """Ops that take q as a product makes it, and do its norm, its RoPE and the RoPE back of o; and what they are then."""

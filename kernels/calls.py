@@ -5,7 +5,16 @@
 
 from dataclasses import dataclass
 
-from .abi import BACKWARD_OPS, BY_COLUMNS, E4M3, FORWARD_OPS, POOL, TURNING, TURNING_GRADIENTS
+from .abi import (
+    BACKWARD_OPS,
+    BY_COLUMNS,
+    E4M3,
+    FORWARD_OPS,
+    POOL,
+    SPAN_OF_FEW_HEADS,
+    TURNING,
+    TURNING_GRADIENTS,
+)
 
 
 @dataclass(frozen=True)
@@ -197,6 +206,7 @@ place other calls may have theirs."""
 TARGETS = (
     attention("mha_fwd", K_AND_V),
     attention("mla_span_fwd", SPAN_OF_HEADS),
+    attention(SPAN_OF_FEW_HEADS, span(0, "kv", "b s_kv d")),
     attention("mla_sparse_fwd", SELECTION),
     attention("csa_fwd", WINDOW_AND_SELECTION),
     attention("hca_fwd", WINDOW_AND_SPAN),

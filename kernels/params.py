@@ -66,6 +66,10 @@ def gathers(sources: tuple[str, ...]) -> bool:
     return any(kind != "span" for kind in sources)
 
 
+def params_of_span(i: int) -> Params:
+    return each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
+
+
 def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False) -> Params:
     """A kernel's parameters for each source of keys.
 
@@ -84,7 +88,7 @@ def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, a
         if not by_tma and (all_gathered or (shared_kv and sources == ("span",))):
             params += each("address", "k", source=i)
         if kind == "span":
-            params += each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
+            params += params_of_span(i)
         else:
             params += each("address", "indices", "length", source=i)
             params += each("int32", "s_kv", "s_batch", "topk", source=i)

@@ -6,6 +6,7 @@ from .abi import (
     E4M3,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
+    SPAN_OF_FEW_HEADS,
     TURNING,
     TURNING_GRADIENTS,
     Combine,
@@ -35,6 +36,7 @@ INDEX_FP4 = "index_fp4"
 DTYPES = ("bfloat16", "float16")
 HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
+MLA_FEW_HEADS_SPANS = f"{HOPPER}.mla_few_heads.fwd_spans.kernel"
 MLA_E4M3 = f"{HOPPER}.mla.fwd_e4m3.kernel"
 MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
@@ -104,6 +106,11 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         Forward(op, "sm_90a", MLA_FEW_HEADS, 512, dtype, max_heads=heads)
         for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")
+        for dtype in DTYPES
+        for heads in (8, 16, 32)
+    ),
+    *(
+        Forward(SPAN_OF_FEW_HEADS, "sm_90a", MLA_FEW_HEADS_SPANS, 512, dtype, max_heads=heads)
         for dtype in DTYPES
         for heads in (8, 16, 32)
     ),

@@ -197,6 +197,12 @@ def test_sass(key):
         assert (count["HGMMA"], count["WARPGROUP.ARRIVE"], count["UTMALDG"]) == (24, 6, 1), count
         assert sum(o.startswith("UBLKCP") for o in opcodes) == 1, count
         return
+    if variant.shares_tiles:  # each query of a CTA has Q, and products of its own; a warpgroup has half of them
+        queries = min(64 // variant.max_heads, 4)
+        assert count["HGMMA"] == queries // 2 * 2 * variant.d // 16 and count["USETMAXREG"] == 2, count
+        assert count["UTMALDG"] == (queries + 1) * of_q and count["LDGSTS"] == 0, count
+        assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count
+        return
     row = next(row for row in library.manifest()["variants"] if row["key"] == key)
     packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     if variant.moves_rows:  # TMA loads a CTA's columns of the keys, and nothing else

@@ -56,7 +56,7 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
         table["after two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
         # two tiles of rows a query: the second finds its keys where they are
         table["again"] = {"b": 1, "s_q": 4, "s_kv": 2 * n + 3, "h_q": 128, "width": n + 30}
-    if variant.sources == ("span",):
+    if variant.sources == ("span",) and not variant.shares_tiles:
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
     if case in table:

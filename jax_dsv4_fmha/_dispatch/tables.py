@@ -109,6 +109,8 @@ def _span_in_order(q: Any, kv: Any, start: Any, stop: Any, sink: Any, **params: 
     if attention.spans_pay(q, kv.shape[1], 1):
         return attention.mla_span_fwd(q, kv, start, stop, sink, **params)
     keys, nothing = kv[:, :, 0], jnp.zeros_like(start)
+    if attention.groups_pay(q):
+        return attention.mla_span_fwd_few_heads(q, keys, start, stop, sink, **params)
     return attention.csa_fwd(q, keys, start, stop, keys, nothing[..., None], nothing, sink, **params)
 
 

@@ -77,6 +77,15 @@ def mla_span_fwd(
     return _call(op, splits, scale, q, kv, start, stop, sink, *table, order=order, **_norm(eps))
 
 
+def mla_span_fwd_few_heads(
+    q: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array, sink: jax.Array, *, scale: float, order: int = ORDER
+) -> tuple[jax.Array, jax.Array]:
+    """`mla_span_fwd` with at most `FEW_HEADS` heads and keys `[b, s_kv, d]`, in the order of `mla_sparse_fwd`; keys are
+    never split.
+    """
+    return _call("mla_span_fwd_few_heads", 1, scale, q, kv, start, stop, sink, order=order)
+
+
 def mla_sparse_fwd(
     q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float, order: int = 0
 ) -> tuple[jax.Array, jax.Array]:
@@ -209,6 +218,14 @@ def spans_pay(q: jax.Array, *keys: Any) -> bool:
     columns.
     """
     return spans_have_order(q) and not _by_columns("csa_fwd", q, keys)
+
+
+def groups_pay(q: jax.Array) -> bool:
+    """Whether `mla_span_fwd_few_heads` is to take q in the canonical order: queries in a row fill a tile of rows."""
+    _, s_q, h_q, d = q.shape
+    if not isinstance(s_q, int) or not isinstance(h_q, int) or h_q > FEW_HEADS or s_q * h_q < TILE:
+        return False
+    return bool(library.shipped_for("mla_span_fwd_few_heads", d=d, dtype=q.dtype.name))
 
 
 def _by_columns(op: str, q: jax.Array, keys: tuple[Any, ...], packing: str = "") -> int:
