@@ -61,7 +61,15 @@ from kernels.abi import (
 )
 from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_code, read_kernel
-from kernels.variants import MLA, MLA_BLACKWELL, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, MLA_SCORES, VARIANTS
+from kernels.variants import (
+    MLA,
+    MLA_BLACKWELL,
+    MLA_FEW_HEADS,
+    MLA_FEW_HEADS_BACKWARD,
+    MLA_FEW_HEADS_SPANS,
+    MLA_SCORES,
+    VARIANTS,
+)
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -230,7 +238,7 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     before = {v: build.digest(v, tmp_path) for v in VARIANTS}
     for module, wanted in (
-        ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
+        ("lib/column_softmax.py", lambda v: v.module in (MLA_FEW_HEADS, MLA_FEW_HEADS_SPANS)),
         ("lib/packed.py", lambda v: v.module in (MLA, MLA_SCORES, MLA_BLACKWELL) or isinstance(v, KeyCodes)),
         ("sm100/mla/gather.py", lambda v: v.module == MLA_BLACKWELL),
         ("plain/combine/kernel.py", lambda v: isinstance(v, Combine)),

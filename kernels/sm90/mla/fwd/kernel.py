@@ -35,6 +35,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from kernels.abi import ANY, Forward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
+from kernels.lib.cut_keys import cut_keys
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.output import store_part
@@ -61,7 +62,7 @@ from kernels.packings import PACKED
 
 from .config import Config
 from .consumer import BOTH_MET, Consumer, Rows, hand_over, take_over
-from .key_tiles import KeyTiles, Work, cut_keys
+from .key_tiles import KeyTiles, Work
 from .packed_tiles import load_packed
 from .paired_tiles import load_paired
 from .smem import EVEN, LEFT, ODD, RIGHT, Barriers, Shared

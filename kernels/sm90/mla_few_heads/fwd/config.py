@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from kernels.lib.column_softmax import WARPS
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.wgmma import SLAB
-
-from .column_softmax import WARPS
 
 CTAS_PER_SM = 2
 

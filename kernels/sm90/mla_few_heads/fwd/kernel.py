@@ -27,6 +27,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
+from kernels.lib.column_softmax import ColumnSoftmax, exists, scale_columns
 from kernels.lib.columns import by_column, column_of
 from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARPGROUP
@@ -59,7 +60,6 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-from .column_softmax import ColumnSoftmax, exists, scale_columns
 from .config import CTAS_PER_SM, Config
 from .smem import Barriers, Shared
 

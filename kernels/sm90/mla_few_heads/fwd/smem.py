@@ -6,12 +6,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
+from kernels.lib.column_softmax import WARPS
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
-
-from .column_softmax import WARPS
 
 
 @dataclass(frozen=True)

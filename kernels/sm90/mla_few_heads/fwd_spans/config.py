@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from kernels.lib.column_softmax import WARPS
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.wgmma import SLAB
-
-from ..fwd.column_softmax import WARPS
 
 CONSUMERS = 2  # warpgroups, which have queries of their own
 COLUMNS = 32  # (query, head) columns of a consumer at most, of which O fills 128 registers

@@ -23,7 +23,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
+from kernels.lib.column_softmax import ColumnSoftmax, scale_columns
 from kernels.lib.columns import by_column
+from kernels.lib.cut_keys import cut_keys, first_keys
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
 from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, ceil_div, row_of
@@ -46,9 +48,7 @@ from kernels.lib.wgmma import (
     transposed,
     zero_rows,
 )
-from kernels.sm90.mla.fwd.key_tiles import cut_keys, first_keys
 
-from ..fwd.column_softmax import ColumnSoftmax, scale_columns
 from .config import CONSUMERS, Config
 from .smem import Barriers, Shared
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from kernels.lib.column_softmax import WARPS
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import Ring
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import SLAB
 
-from ..fwd.column_softmax import WARPS
 from .config import CONSUMERS, Config
 
 
