@@ -186,7 +186,7 @@ def over_tokens(x: jax.Array) -> jax.Array:
     while (t := x.shape[2]) > _FEW:
         first, last = x[:, :, : (t + 1) // 2], x[:, :, (t + 1) // 2 :]
         x = first + (last if t % 2 == 0 else jnp.pad(last, ((0, 0), (0, 0), (0, 1), (0, 0))))
-        if x.shape[2] <= _FEW:  # or XLA repeats what x is made of for each of the tokens in one kernel, and takes minutes
+        if x.shape[2] <= _FEW:  # or XLA repeats in one kernel what each token is made of, and takes minutes
             x = lax.optimization_barrier(x)
     return functools.reduce(jnp.add, (x[:, :, i] for i in range(x.shape[2])))
 
