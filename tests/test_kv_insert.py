@@ -152,26 +152,22 @@ def test_one_call_in_place(paged, ragged):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("layout", [None, "v4_fp8"])
 def test_padding_leaves_no_trace(layout, size, paged):
-    """Sequences with different numbers of new tokens: caches and states have the bits that each makes alone."""
+    """Sequences with different numbers of new tokens: caches and states have the bits that each makes without others'.
+
+    Both calls have the same shapes: on a CPU XLA may round the sums of other shapes otherwise.
+    """
     ratio, blocks, has_ape = SIZES[size]
-    cache, state, rows, made, lengths = operands(512, ratio, blocks, has_ape, layout, paged)
+    cache, state, given, made, lengths = operands(512, ratio, blocks, has_ape, layout, paged)
     counts = np.array([2, 0, 1, 3, 1])
     padding = np.arange(3) >= counts[:, None]
-    rows = of(jnp.where(padding[..., None], jnp.nan, rows))
+    rows = of(jnp.where(padding[..., None], jnp.nan, given))
     got = insert(cache, state, rows, made, lengths, jnp.bfloat16, False, lengths - counts)
     want, states = cache, []
-    for n, count in enumerate(counts):
-        own = jax.tree.map(lambda x, n=n: x[n : n + 1], state)
-        if count:
-            place = dataclasses.replace(
-                want,
-                **({"block_table": want.block_table[n : n + 1]} if paged else {"entries": want.entries[n : n + 1]}),
-            )
-            some = rows._replace(product=rows.product[n : n + 1, :count])
-            new, own = insert(place, own, some, made, lengths[n : n + 1], jnp.bfloat16, False)
-            entries = new.entries if paged else want.entries.at[n].set(new.entries[0])
-            want = dataclasses.replace(want, entries=entries)
-        states.append(own)
+    for n in range(len(counts)):
+        own = np.where(np.arange(len(counts)) == n, counts, 0)
+        rows = of(jnp.where((np.arange(3) < own[:, None])[..., None], given, 0))
+        want, after = insert(want, state, rows, made, lengths, jnp.bfloat16, False, lengths - own)
+        states.append(jax.tree.map(lambda x, n=n: x[n : n + 1], after))
     joined = jax.tree.map(lambda *x: jnp.concatenate(x), *states)
     assert_same_bits(got, (want, joined))
     assert not np.array_equal(np.asarray(want.entries), np.asarray(cache.entries))

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from .._definitions.packed import LAYOUTS, V4_FP8
 from .._definitions.span import Span
 from .._dispatch.seen_slots import seen_slots
-from .attention import AttentionRow, FmhaRow, LayerRow, SparseRow
-from .decode import DecodeRow
+from .attention import AttentionRow, E4m3Row, FmhaRow, LayerRow, SparseRow
+from .decode import ChunkRow, DecodeRow
 from .measure import Operands
 from .outside import Call, Peer, from_torch, numbers_differ, require, to_torch, torch
 from .row import CallRow
@@ -80,12 +80,14 @@ def _commit(folder: Path) -> str | None:
 
 
 def takes(row: CallRow) -> CallRow | None:
-    """A layer's prompt of one sequence, or a step. It has steps from V4's FP8 alone, which it takes beside ours from
-    bfloat16 too.
+    """A layer's prompt of one sequence, or a step, by products in 16 bits. It has steps from V4's FP8 alone, which it
+    takes beside ours from bfloat16 too.
     """
     if not isinstance(row, AttentionRow) or row.d != 512 or row.h_q not in _HEADS or row.dtype != "bfloat16":
         return None
     match row:
+        case E4m3Row() | ChunkRow():
+            return None
         case DecodeRow():
             fits = row.topk > 0 and row.caches in ("", "fp8") and not (row.window | row.topk) % (_INDICES // 2)
             return replace(row, caches="fp8") if fits else None
