@@ -124,6 +124,11 @@ def max_abs(a: Float32, b: Float32) -> Float32:
     return ptx(text, Float32(a), Float32(b), gives=(Float32,), pure=True)[0]
 
 
+def max_abs_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """The greater of |a| and |b|, of pairs of bf16, with any sign; a number rather than NaN."""
+    return ptx("max.xorsign.abs.bf16x2 $0, $1, $2;", a, b, gives=(Uint32,), pure=True)[0]
+
+
 def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
     """a b + c of pairs of bf16."""
     return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, gives=(Uint32,), pure=True)[0]
