@@ -40,6 +40,7 @@ from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.ptx import (
     arrive_if,
+    copy_once_or_zero,
     copy_or_zero,
     float_of,
     fma_bf16x2,
@@ -283,7 +284,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             at = source + (before + i + k if there else Int32(0)) * (2 * c.d)
             for half in cutlass.range_constexpr(2):
                 place = staged + (i + k) * (2 * c.d) + half * c.d
-                copy_or_zero(place, at + half * c.d, Int32(16) if there else Int32(0))
+                copy_once_or_zero(place, at + half * c.d, Int32(16) if there else Int32(0))
 
     def tile_scheduler(self, n: Extents) -> TileScheduler:
         """Heads of one query follow one another, so that they share the keys in L2."""
