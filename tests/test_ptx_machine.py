@@ -52,6 +52,13 @@ def dot(a, factors, signed):
     return sum(x * y for x, y in zip(parts, factors, strict=True))
 
 
+def without_nan(a):
+    """A pair of bf16, with zeros of their signs for NaN."""
+    halves = [a >> shift & 0xFFFF for shift in (0, 16)]
+    low, high = (x if x & 0x7FFF <= 0x7F80 else x & 0x8000 for x in halves)
+    return high << 16 | low
+
+
 A = np.array([0, 1, -1, 7, -7, 2**31 - 1, -(2**31), 12345] * 4, np.int32)
 
 
@@ -82,6 +89,8 @@ A = np.array([0, 1, -1, 7, -7, 2**31 - 1, -(2**31), 12345] * 4, np.int32)
         ("mov.b64 %rd6, {%r1, %r8}; mov.b64 {%r10, %r9}, %rd6;", lambda a: a),
         ("prmt.b32 %r9, %r8, 0, 0x0123;", lambda a: int.from_bytes((a % 2**32).to_bytes(4, "little"), "big")),
         ("dp4a.s32.s32 %r9, %r8, 0x0102FE04, 7;", lambda a: 7 + dot(a, (4, -2, 2, 1), signed=True)),
+        ("max.xorsign.abs.bf16x2 %r9, %r8, 0x3F80C000;", lambda a: 0x3F804000 | (a ^ 0x8000) & 0x80008000),
+        ("max.xorsign.abs.bf16x2 %r9, %r8, 0;", without_nan),
         ("dp4a.u32.u32 %r9, %r8, 0x0102FE04, 7;", lambda a: 7 + dot(a, (4, 254, 2, 1), signed=False)),
     ],
 )

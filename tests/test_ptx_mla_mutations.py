@@ -96,6 +96,12 @@ def fence_before(what: str) -> Callable[[str], str]:
     return lambda text: edits.replace(text, rf"fence\.proxy\.async\.shared::cta;(\s+{what})", lambda m: m[1])
 
 
+def units_of_others(text: str) -> str:
+    """Two rows of q, which are rounded together, have each other's unit."""
+    top = r"(redux\.sync\.max\.u32 )(%r\d+)(,[^;]*;)"
+    return edits.replace(text, rf"{top}(.*?){top}", lambda m: "".join(m.group(1, 6, 3, 4, 5, 2, 7)))
+
+
 def weights_unfenced(text: str) -> str:
     """The first fence before a meeting of a consumer's warps is missing."""
     met = r"fence\.proxy\.async\.shared::cta;(\s+bar\.sync\s+1, 128;)"
@@ -253,6 +259,27 @@ FAULTS = [
         EARLY,
         unordered(r"(wgmma|ld\.shared)", "(q|scale)", r"st\.shared"),
         E4M3.without_wait("q_empty0"),
+    ),
+    PlantedFault(
+        "rows of q rounded before they are there",
+        E4M3,
+        EARLY,
+        early(r"ld\.shared", "given", r"cp\.async"),
+        lambda text: edits.replace(text, r"cp\.async\.wait_group\s+3;", "cp.async.wait_group 4;"),
+    ),
+    PlantedFault(
+        "rows of q in the units of those beside them",
+        E4M3,
+        Wrong,
+        r"lse is wrong in \d+ of \d+ rows",
+        units_of_others,
+    ),
+    PlantedFault(
+        "every other number of q times nothing",
+        E4M3,
+        Wrong,
+        r"lse is wrong in \d+ of \d+ rows",
+        lambda text: edits.replace(text, r"8388736;", "8388608;"),
     ),
     PlantedFault(
         "the sum of a tile added before it is complete",

@@ -133,6 +133,8 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         if x.pool is not None
     }
     q = normal(8, b, s_q, h_q, d)
+    if units is not None:  # which rows have of their own, too
+        q = np.ldexp(q, -rng.integers(0, 5, (b, s_q, h_q, 1))).astype(q.dtype)
     table = None
     if variant.turns:
         angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)

@@ -160,12 +160,26 @@ def sum_downwards(a: Array, b: Array) -> Array:
     )
 
 
+def greater_sizes(i: Instruction, d: Decoder) -> Step:
+    """max.xorsign.abs of pairs of bf16: the greater size, with the product of both signs."""
+    if i.opcode != "max.xorsign.abs.bf16x2":
+        raise d.fail(i.opcode)
+
+    def compute(a: Array, b: Array) -> Array:
+        sizes = [(x & 0x7FFF7FFF).view(BF16).astype(np.float32) for x in (a, b)]
+        return np.fmax(*sizes).astype(BF16).view(np.uint32) | (a ^ b) & np.uint32(0x80008000)
+
+    return elementwise(d, i, "b32", ["u32"] * 2, compute)
+
+
 @instruction("add", "sub", "div", "rem", "min", "max")
 def arithmetic(i: Instruction, d: Decoder) -> Step:
     if i.has("f32x2"):
         return two_floats(i, d)
     if i.has("f32") and i.mods[-1] in HALVES:
         return with_halves(i, d)
+    if i.has("xorsign"):
+        return greater_sizes(i, d)
     name, kind = i.opcode.split(".")[0], kind_of(i, d)
     if kind in ("f32", "f64"):
         ftz = _rounding(i, d)

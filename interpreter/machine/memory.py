@@ -266,11 +266,11 @@ def copies_of(w: Warp) -> dict[str, Any]:
 @instruction("cp.async.ca", "cp.async.cg")
 def copy(i: Instruction, d: Decoder) -> Step:
     """16 bytes (or 4, 8) a lane; zeros replace bytes after the source's size."""
-    i.only("shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B")
+    i.only("shared", "shared::cta", "global", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B")
     to, to_offset = d.address(i.args[0])
     source, source_offset = d.address(i.args[1])
     size = d.immediate(i.args[2])
-    given = d.slot(i.args[3], "u32") if len(i.args) > 3 else None
+    given = d.slot(i.args[3], "u32") if len(i.args) - i.has("L2::cache_hint") > 3 else None
 
     def step(w: Warp) -> None:
         at = addresses(w, to, to_offset, "an address")

@@ -265,6 +265,25 @@ class E4m3Row(LayerRow):
         return dsv4_attention(**operands, **choices, products=products, implementation="cubin")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CausalE4m3Row(FmhaRow):
+    """All keys up to the query's own by products of e4m3: a window that covers them; the peer "bfloat16" is `fmha`."""
+
+    op = "dsv4_attention"
+
+    @property
+    def kind(self) -> str:
+        return f" {E4M3} products"
+
+    def ours(self, **operands: Any) -> Any:
+        q, k = operands["q"], operands["k"]
+        return dsv4_attention(q, k[:, :, 0], window=self.s_kv, products=E4M3, implementation="cubin")
+
+    def peer(self, name: Any, **operands: Any) -> Any:
+        assert name == "bfloat16"
+        return super().ours(**operands)
+
+
 def by_e4m3(row: LayerRow) -> E4m3Row:
     return E4m3Row(**{**vars(row), "peers": ("bfloat16",)})
 
@@ -312,6 +331,7 @@ SUITES = (
                 for h, k in ((128, 1024), (64, 512))
                 for s_c in (8192, 65536)
             ),
+            CausalE4m3Row(b=1, s_q=4096, s_kv=4096, h_q=128, d=512, is_causal=True, peers=("bfloat16",)),
         ),
     ),
     Suite(

@@ -124,6 +124,11 @@ def max_abs(a: Float32, b: Float32) -> Float32:
     return ptx(text, Float32(a), Float32(b), gives=(Float32,), pure=True)[0]
 
 
+def max_abs_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """The greater of |a| and |b|, of pairs of bf16, with any sign; a number rather than NaN."""
+    return ptx("max.xorsign.abs.bf16x2 $0, $1, $2;", a, b, gives=(Uint32,), pure=True)[0]
+
+
 def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
     """a b + c of pairs of bf16."""
     return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, gives=(Uint32,), pure=True)[0]
@@ -342,6 +347,13 @@ def add_fixed(address: Int64, there: Int32, offset: int, value: Float32) -> None
 def copy_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
     """cp.async of 16 bytes through L2 only; `present` of them are read, the rest are zeros."""
     ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", Int32(smem), Int64(gmem), Int32(present))
+
+
+def copy_once_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
+    """`copy_or_zero` of what nobody reads again: it is the first that L2 gives up."""
+    text = """{ .reg .b64 evict_first; mov.b64 evict_first, 0x12F0000000000000;
+        cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, $2, evict_first; }"""
+    ptx(text, Int32(smem), Int64(gmem), Int32(present))
 
 
 def copy_out(gmem: Int64, smem: Int32) -> None:

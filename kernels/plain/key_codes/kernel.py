@@ -108,7 +108,10 @@ class KeyCodesKernel(Kernel):
     def kernel(self, arrays: Arrays, n: Extents):
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
-        sequence, part = divide(cute.arch.block_idx()[0], ceil_div(n.n, Int32(c.tile_m)))
+        cta = cute.arch.block_idx()[0]
+        if cutlass.const_expr(not c.is_tops):  # the other way round, since L2 has the keys that `key_tops` read last
+            cta = cute.arch.grid_dim()[0] - 1 - cta
+        sequence, part = divide(cta, ceil_div(n.n, Int32(c.tile_m)))
         first = part * c.tile_m + warp * c.tile_n
         slots = cute.make_rmem_tensor(c.tile_n, Int32)
         for i in cutlass.range_constexpr(c.tile_n):

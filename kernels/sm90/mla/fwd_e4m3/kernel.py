@@ -40,10 +40,13 @@ from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.ptx import (
     arrive_if,
-    bits_of,
+    copy_once_or_zero,
     copy_or_zero,
+    float_of,
+    fma_bf16x2,
     keep,
-    max_abs,
+    max_abs_bf16x2,
+    max_u32,
     permute_bytes,
     power_of_two,
     to_e4m3,
@@ -70,6 +73,8 @@ HEAD, LIMIT = 5, 8.5  # P is about 2^HEAD at most when a reference is set, and 2
 TO_INTEGER = 12582912.0  # 1.5 2^23: added and subtracted, it rounds to an integer
 TOP = 134  # the biased exponent of the greatest number of a row of q in its unit: below 256, of e4m3's 448
 COLUMNS = 64  # of O, of a product
+PAIR = 2  # rows that a warp rounds at a time, so that neither waits for its own results
+NAN, MINUS_ZERO = 0x7FFF7FFF, 0x80008000  # pairs of bfloat16
 LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit is a number
 SLAB_BYTES = 128  # of a row
 LOW, HIGH = 0x6420, 0x7531  # permutations: the even bytes, the odd ones
@@ -233,47 +238,53 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         c, lane = self.config, cute.arch.lane_idx()
         each = c.tile_m // c.warps_of_q
         first, rows = rows_of(tile)
+        rows = rows - warp * each
         source = (q + (first + warp * each) * c.d).toint() + lane * 16
         staged = smem.given.iterator.toint() + warp * (2 * c.d * c.staged) + lane * 16
-        codes = smem.q.iterator.toint() + stage * (c.tile_m * c.d) + lane // 16 * (c.tile_m * SLAB_BYTES)
-        rows = rows - warp * each
-        for i in cutlass.range_constexpr(c.staged):
-            self.copy_row(source, staged, Int32(i), rows)
-        words = cute.make_rmem_tensor((4, 2), Uint32)
-        for i in cutlass.range(each, unroll=1):
-            cute.arch.cp_async_wait_group(c.staged - 1)
-            for half in cutlass.range_constexpr(2):
-                cute.autovec_copy(shared_words(staged + i % c.staged * (2 * c.d) + half * c.d, 4), words[None, half])
-            x = cute.make_rmem_tensor(16, Float32)
-            given = cute.make_tensor(words.iterator, cute.make_layout(8))
-            x.store(cute.recast_tensor(given, BFloat16).load().to(Float32))
-            most = [Float32(0.0), Float32(0.0)]
-            for j in cutlass.range_constexpr(16):
-                most[j % 2] = max_abs(most[j % 2], x[j])
-            top = warp_max_u32(Uint32(bits_of(max_abs(*most))))
-            exponent = cutlass.max(Int32(top >> Uint32(23)), Int32(LOWEST))
-            up, unit = power_of_two(127 + TOP - exponent), power_of_two(127 - TOP + exponent)
-            row = warp * each + i
-            if lane == 0:
-                smem.scale[row, stage] = unit * scale
-            target = codes + row * SLAB_BYTES + (lane % 16 // 2 ^ i % 8) * 16 + lane % 2 * 8
-            for half in cutlass.range_constexpr(2):
-                eight = cute.make_rmem_tensor(2, Uint32)
-                for j in cutlass.range_constexpr(2):
-                    eight[j] = to_e4m3(*(x[8 * half + 4 * j + k] * up for k in range(4)))
-                cute.autovec_copy(eight, shared_words(target + half * (2 * c.tile_m * SLAB_BYTES), 2))
-            self.copy_row(source, staged, i + c.staged, rows)
+        codes = smem.q.iterator.toint() + stage * (c.tile_m * c.d) + warp * (each * SLAB_BYTES)
+        codes += lane // 16 * (c.tile_m * SLAB_BYTES) + lane % 16 * 8
+        for i in cutlass.range_constexpr(0, c.staged, PAIR):
+            self.copy_rows(source, staged, i, Int32(0), rows)
+            cute.arch.cp_async_commit_group()
+        words = cute.make_rmem_tensor((4, 2, PAIR), Uint32)
+        tops = cute.make_rmem_tensor(PAIR, Uint32)
+        for done in cutlass.range(0, each, c.staged, unroll=1):
+            for i in cutlass.range_constexpr(0, c.staged, PAIR):
+                cute.arch.cp_async_wait_group(c.staged // PAIR - 1)
+                for k in cutlass.range_constexpr(PAIR):
+                    for half in cutlass.range_constexpr(2):
+                        given = shared_words(staged + (i + k) * (2 * c.d) + half * c.d, 4)
+                        cute.autovec_copy(given, words[None, half, k])
+                for k in cutlass.range_constexpr(PAIR):
+                    tops[k] = size_of(words[None, None, k])
+                for k in cutlass.range_constexpr(PAIR):
+                    tops[k] = warp_max_u32(tops[k])
+                for k in cutlass.range_constexpr(PAIR):
+                    up, unit = units_of(tops[k])
+                    target = (codes + done * SLAB_BYTES ^ (i + k) % 8 * 16) + (i + k) * SLAB_BYTES
+                    for half in cutlass.range_constexpr(2):
+                        eight = cute.make_rmem_tensor(2, Uint32)
+                        for j in cutlass.range_constexpr(2):
+                            eight[j] = rounded(
+                                *(fma_bf16x2(words[2 * j + x, half, k], up, Uint32(MINUS_ZERO)) for x in range(2))
+                            )
+                        cute.autovec_copy(eight, shared_words(target + half * (2 * c.tile_m * SLAB_BYTES), 2))
+                    if lane == 0:
+                        smem.scale[warp * each + done + i + k, stage] = unit * scale
+                if done + c.staged < each:
+                    self.copy_rows(source, staged, i, done + c.staged, rows)
+                cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def copy_row(self, source: Int64, staged: Int32, i: Int32, rows: Int32):
-        """Begins to load the i-th row of a warp, or a row of zeros; a group of cp.async, which may be empty."""
+    def copy_rows(self, source: Int64, staged: Int32, i: cutlass.Constexpr, before: Int32, rows: Int32):
+        """Begins to load a pair of a warp's rows, or of zeros where there is none, in the places i and i + 1."""
         c = self.config
-        there = i < rows
-        if i < c.tile_m // c.warps_of_q:
+        for k in cutlass.range_constexpr(PAIR):
+            there = before + i + k < rows
+            at = source + (before + i + k if there else Int32(0)) * (2 * c.d)
             for half in cutlass.range_constexpr(2):
-                at = source + (i if there else Int32(0)) * (2 * c.d) + half * c.d
-                copy_or_zero(staged + i % c.staged * (2 * c.d) + half * c.d, at, Int32(16) if there else Int32(0))
-        cute.arch.cp_async_commit_group()
+                place = staged + (i + k) * (2 * c.d) + half * c.d
+                copy_once_or_zero(place, at + half * c.d, Int32(16) if there else Int32(0))
 
     def tile_scheduler(self, n: Extents) -> TileScheduler:
         """Heads of one query follow one another, so that they share the keys in L2."""
@@ -503,6 +514,29 @@ def mark_absent(x: Selection, t: Int32, entry: cute.Tensor, warp: Int32):
     """-1 in place of an entry that names no key."""
     position = t * x.tile_n + warp * WARP + cute.arch.lane_idx()
     entry[0] = entry[0] if x.is_present(position, entry[0]) else Int32(-1)
+
+
+def size_of(words: cute.Tensor) -> Uint32:
+    """The bits of the greatest |x| of pairs of bfloat16, as a float32."""
+    most = words[0]
+    for i in range(1, cute.size(words)):
+        most = max_abs_bf16x2(most, words[i])
+    return max_u32(Uint32(most & Uint32(0x7FFF0000)), Uint32(most << Uint32(16)) & Uint32(0x7FFF0000))
+
+
+def rounded(*pairs: Uint32) -> Uint32:
+    """Two pairs of bfloat16 as e4m3."""
+    halves = ((x << Uint32(16), x & Uint32(0xFFFF0000)) for x in pairs)
+    return to_e4m3(*(float_of(Int32(x)) for pair in halves for x in pair))
+
+
+@cute.jit
+def units_of(top: Uint32) -> tuple[Uint32, Float32]:
+    """What a row is multiplied with to be rounded, as a pair of bfloat16, and its inverse. The first is NaN where a
+    number of the row is infinite."""
+    exponent = cutlass.max(Int32(top >> Uint32(23)), Int32(LOWEST))
+    up = (127 + TOP - exponent) * 0x00800080 if exponent < 255 else Int32(NAN)
+    return Uint32(up), power_of_two(127 - TOP + exponent)
 
 
 def rows_of(tile: RowTile) -> tuple[Int64, Int32]:
