@@ -209,6 +209,14 @@ def stored(text: str) -> str:
     return edits.replace(text, REDUCTION, lambda m: f"st.global.v4.f32 {m[1]}, {m[2]};")
 
 
+def forgetful(text: str) -> str:
+    """Left stores its part of a row's sum, of one tile of keys, and does not add it."""
+    sums = (
+        r"ld\.shared\.b32\s+(%r\d+), (\[%r\d+\+\d+\]);\s*add\.f32\s+(%r\d+), (%r\d+), \1;\s*st\.shared\.b32\s+\2, \3;"
+    )
+    return edits.replace(text, sums, lambda m: f"st.shared.b32 {m[2]}, {m[4]};")
+
+
 def late(writer: str, place: str) -> str:
     """Written over while still read, or perhaps: whichever access comes second sees it."""
     return (
@@ -319,31 +327,40 @@ FAULTS = [
         without_the_peer_s,
     ),
     PlantedFault(
-        "Q comes in while left takes dQ through its norm",
+        "the slab that is turned comes in while the rows before need it",
         TURNED,
         Race,
-        r"(?s)cp\.async.*overwrites SMEM[^\n]* while nothing orders this and the read by [^\n]*ld\.shared\.f32",
-        without_waiting("q_empty0", "q_empty1", "q_empty2", "q_empty3"),
+        r"(?s)cp\.async.*overwrites SMEM[^\n]* while nothing orders this and the read by [^\n]*(ldmatrix|wgmma)"
+        r"|(ldmatrix|wgmma).*reads SMEM[^\n]* while nothing orders this and the write by [^\n]*cp\.async",
+        without_waiting("q_empty3"),
     ),
     PlantedFault(
-        "a side reads the other's part of a row's sum before it is there",
+        "left takes a row's norm before right has it",
         TURNED,
         Race,
         r"(?s)(ld|st)\.shared\.\w+ .*nothing orders this and the (read|write) by [^\n]*(ld|st)\.shared",
         lambda text: edits.replace(text, r"bar\.sync\s+1, 256;", ""),
     ),
     PlantedFault(
-        "the producer sums squares of what is not there",
+        "the producer turns what is not there",
         TURNED,
         (Race, Undefined),
         r"(?s)ld\.shared\.v4\.f32.*reads SMEM.*(cp\.async|which nobody wrote)",
         lambda text: edits.replace(text, r"cp\.async\.wait_group\s+[0-3];", ""),
     ),
     PlantedFault(
+        "a row's sum forgets the keys before",
+        TURNED,
+        Wrong,
+        # in those whose keys are not in the last tile alone
+        r"^dq is wrong in 1[0-4]\d of 250 rows, .*: what it is where the norm's scale is a constant",
+        forgetful,
+    ),
+    PlantedFault(
         "what the norm takes off stays on",
         TURNED,
         Wrong,
-        r"^dq is wrong in .*: what it is where the norm's scale is a constant",
+        r"^dq is wrong in 1[89]\d of 250 rows, .*: what it is where the norm's scale is a constant",
         lambda text: edits.replace(text, r"(mul\.f32\s+%r\d+, %r\d+, )0fBB000000;", lambda m: f"{m[1]}0f00000000;"),
     ),
     PlantedFault(

@@ -57,7 +57,17 @@ class Config:
     @property
     def numbers(self) -> int:
         """Numbers of a row in SMEM."""
-        return 3 + self.turns
+        return 3 + 2 * self.turns
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether places in memory follow from the first key of a tile, not from the keys that the producer lists."""
+        return self.turns and not self.gathers
+
+    @property
+    def listed(self) -> int:
+        """How many keys of a tile are listed: the first, if the places of the others follow from it."""
+        return 1 if self.consecutive else self.tile_n
 
     @property
     def sum_bytes(self) -> int:
@@ -89,13 +99,20 @@ class Config:
         return self.d // self.pieces // SLAB
 
     @property
+    def pieces_in_order(self) -> tuple[int, ...]:
+        """The pieces of Q and dO as they come. Of rows that are turned the last one does first: left's few chunks free
+        it early, so that there is time to turn it."""
+        pieces = range(self.pieces)
+        return (pieces[-1], *pieces[:-1]) if self.turns else tuple(pieces)
+
+    @property
     def smem_bytes(self) -> int:
         tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
         p_and_ds = 2 * 2 * self.tile_m * self.tile_n
         infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
         rows = 4 * self.tile_m * (self.numbers + 2 * self.spans)
         out = 2 * self.slot_bytes
-        return tiles + p_and_ds + out + 4 * STAGES * self.tile_n + infos + rows + 8 * Barriers.COUNT + 16
+        return tiles + p_and_ds + out + 4 * STAGES * self.listed + infos + rows + 8 * Barriers.COUNT + 16
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -107,5 +124,9 @@ class Config:
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
         if self.deterministic and self.cluster > 1 and self.chunks_of_left:
             raise ValueError("left has no SMEM of its own in a cluster, through which numbers of fixed point go out")
+        if self.deterministic and self.turns:
+            raise ValueError(
+                "where q is turned, left makes the last chunks, so that the slab that is turned comes first"
+            )
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")

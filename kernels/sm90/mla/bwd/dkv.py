@@ -53,8 +53,22 @@ class Destination:
     step: Int32  # bytes from a key to the next
 
     def of_key(self, i: int) -> tuple[Int64, Int32]:
+        """The address of the thread's i-th key, and a number that is negative where there is no such key."""
         key = self.keys[i] if isinstance(self.keys, tuple) else self.keys[staged_row(thread_again(), i)]
         return self.first + Int64(cutlass.max(key, Int32(0))) * self.step, key
+
+
+@dataclass(frozen=True)
+class Consecutive:
+    """Where a thread adds to dKV, if keys follow one another."""
+
+    first: Int64  # address of the thread's first key, in its column of a chunk
+    after: Int32  # how many keys come after that one; negative where it is not there itself
+    step: Int32  # bytes from a key to the next
+    apart: int  # keys from one of the thread's to the next
+
+    def of_key(self, i: int) -> tuple[Int64, Int32]:
+        return self.first + Int64(self.step * self.apart) * i, self.after - i * self.apart
 
 
 class Chunk(NamedTuple):
@@ -136,8 +150,8 @@ class KvGradient:
         for i in cutlass.range_constexpr(self.config.under_way):
             self.make(i)
 
-    def destination(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Destination":
-        """The places to which this thread adds, for the tile whose keys are listed."""
+    def destination(self, gradient: Int64, listed: cute.Tensor, stop: Int32, n: Extents) -> Destination | Consecutive:
+        """The places to which this thread adds, for the tile whose keys are listed; a span's end at `stop`."""
         c, thread = self.config, self.thread
         column = thread % 4 * 4
         if c.deterministic:  # a column of all keys of a warp
@@ -146,15 +160,20 @@ class KvGradient:
             column = thread % 8 * 4
             if c.gathers:  # where rows are masked one by one, there are no registers for them
                 listed = tuple(listed[staged_row(thread, i)] for i in range(4))
-        else:
+        elif not c.consecutive:
             listed = tuple(listed[row_of(thread, r)] for r in range(ROWS))
         if self.merges:
             column = column + self.rank * c.chunk
         step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
-        return Destination(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes))
+        step = step * (c.d * c.sum_bytes)
+        if c.consecutive:
+            row, apart = (staged_row(thread, 0), 4) if c.cluster == 1 else (row_of(thread, 0), 8)
+            key = listed[0] + row
+            return Consecutive(gradient + column * c.sum_bytes + Int64(key) * step, stop - 1 - key, step, apart)
+        return Destination(gradient + column * c.sum_bytes, listed, step)
 
     @cute.jit
-    def finish(self, bar: Barriers, to: Destination, k: Int32, last: Int32):
+    def finish(self, bar: Barriers, to: Destination | Consecutive, k: Int32, last: Int32):
         """Sends out all chunks of the CTA's k-th tile of keys; the first are under way already. With the last tile of a
         row tile it frees Q and dO."""
         c, of_piece = self.config, self.config.d // self.config.chunk // self.config.pieces
@@ -252,7 +271,7 @@ def stage_rows(acc: cute.Tensor, stage: Int32, four_rows: cutlass.Constexpr = FO
 
 
 @cute.jit
-def add_staged(stage: Int32, to: Destination, column0: cutlass.Constexpr):
+def add_staged(stage: Int32, to: Destination | Consecutive, column0: cutlass.Constexpr):
     """Adds from there to memory, 128 bytes of a key at a time, because L2 takes the same number of requests a second
     whatever their size.
     """
@@ -297,7 +316,7 @@ def add_received(acc: cute.Tensor, received: Int32):
 
 
 @cute.jit
-def add_by_quads(acc: cute.Tensor, to: Destination, column0: cutlass.Constexpr):
+def add_by_quads(acc: cute.Tensor, to: Destination | Consecutive, column0: cutlass.Constexpr):
     """Adds the numbers directly, 64 bytes of a key at a time."""
     rows = by_row(acc)
     quads = cute.size(rows, mode=[1]) // 4

@@ -65,10 +65,10 @@ from kernels.lib.wgmma import (
 
 from .config import Config
 from .dkv import KvGradient, thread_again
-from .p_ds import differentiate, exponentiate, find_absent, mask_span
+from .p_ds import differentiate, differentiate_normed, exponentiate, find_absent, mask_span
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
-from .turn import SCALE, do_row, prepare_rows, read_numbers, store_gradient, store_zeros
+from .turn import AT_ONCE, BOTH_SIDES, SUM, add_squares, do_row, store_gradient, store_zeros, turn_rows, write_scales
 
 
 class MlaBwdSm90(MlaBackwardKernel):
@@ -145,7 +145,10 @@ class MlaBwdSm90(MlaBackwardKernel):
             slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
             keys.gather(smem.k, wanted, thread, slabs, WARPGROUP)
             state.copy_full()
-        if thread % LANES_A_ROW == 0:
+        if cutlass.const_expr(c.consecutive):
+            if thread == 0:
+                smem.keys[0, k % STAGES] = wanted[0]
+        elif thread % LANES_A_ROW == 0:
             for i in cutlass.range_constexpr(cute.size(wanted)):
                 smem.keys[i * (WARPGROUP // LANES_A_ROW) + thread // LANES_A_ROW, k % STAGES] = wanted[i]
         cute.arch.mbarrier_arrive(bar.listed)
@@ -181,10 +184,10 @@ class MlaBwdSm90(MlaBackwardKernel):
                 row = do_row(rows.turning, placed, query, head) * Int64(exists)
                 of_do[i], queries[i] = row * c.d + chunk * CHUNK, cutlass.min(query, placed.n.s_q - 1)
         offset0 = row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
-        for piece in cutlass.range_constexpr(c.pieces):
+        for step, piece in enumerate(c.pieces_in_order):
             state = bar.q(piece).at(wave)
             state.wait_empty()
-            if cutlass.const_expr(piece == 0):  # noqa: SIM102, at compile time
+            if cutlass.const_expr(step == 0):  # noqa: SIM102, at compile time
                 if thread == 0:
                     tile.publish(smem.info[None, 0, wave & 1])
                     for which, (found, keys) in enumerate(zip(opened, lists, strict=True)):
@@ -192,6 +195,8 @@ class MlaBwdSm90(MlaBackwardKernel):
                         slot[0] = keys.tiles
                         if cutlass.const_expr(isinstance(found, Span)):
                             slot[1], slot[2] = found.lo_all, found.hi_all
+                            if cutlass.const_expr(c.consecutive):
+                                slot[3] = found.hi
                     cute.arch.mbarrier_arrive(bar.published)
             for source, target, places in ((rows.q, smem.q, offsets), (rows.do, smem.do, of_do)):
                 target0 = target.iterator.toint() + offset0
@@ -199,15 +204,11 @@ class MlaBwdSm90(MlaBackwardKernel):
                     for i in range(count):
                         place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
                         copy_or_zero(place, (source + (places[i] + slab * SLAB)).toint(), sizes[i])
-            if cutlass.const_expr(not c.turns):
-                state.copy_full()
+            if cutlass.const_expr(c.turns and step == 0):  # the last slab's, and the first to come
+                turn_rows(smem.q, smem.do, rows.turning, placed, queries, thread_again())
+                state.arrive_full()
             else:
-                cute.arch.cp_async_commit_group()
-                if cutlass.const_expr(piece < c.pieces - 1):
-                    state.copy_full()
-        if cutlass.const_expr(c.turns):
-            prepare_rows(smem.q, smem.do, smem.numbers, rows.turning, placed, queries, c.pieces, thread_again())
-            bar.q(c.pieces - 1).at(wave).arrive_full()
+                state.copy_full()
 
     # ---- consumers
 
@@ -229,8 +230,7 @@ class MlaBwdSm90(MlaBackwardKernel):
         s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
         p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
         dkv = KvGradient.of(c, LEFT, self.dtype, smem, rows.resolution)
-        numbers = cute.make_rmem_tensor((ROWS, c.numbers), Float32)
-        scale_log2 = rows.scale * LOG2_E
+        numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
         blocks = c.d // c.pieces // 16
         before = Int32(0)
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
@@ -240,36 +240,38 @@ class MlaBwdSm90(MlaBackwardKernel):
             self.read_rows(smem, rows, sources, self.placed(smem, wave, n), thread)
             for t in cutlass.range(tiles, unroll=1):
                 k, last = before + t, Int32(t == tiles - 1)
-                for r in cutlass.range_constexpr(ROWS):  # now, because loads queue up with right's additions to memory
-                    for i in cutlass.range_constexpr(1 if c.turns else 3):
-                        numbers[r, i] = smem.numbers[row_of(thread, r), i]
+                if cutlass.const_expr(not c.turns):  # there are no registers for more of them
+                    for r in cutlass.range_constexpr(ROWS):  # now: loads queue up with right's additions to memory
+                        for i in cutlass.range_constexpr(3):
+                            numbers[r, i] = smem.numbers[row_of(thread, r), i]
                 for piece in cutlass.range_constexpr(c.pieces):
                     bar.q(piece).at(wave).wait_full()
                     bar.k(piece).at(k).wait_full()
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-                    if cutlass.const_expr(c.turns and piece == c.pieces - 1):
-                        read_numbers(numbers, smem.numbers, SCALE, SCALE + 1, thread)
                     here = range(piece * blocks, (piece + 1) * blocks)
                     multiply(qk, s, a_q, b_k, piece == 0, here)
                     multiply(qk, dp, a_do, b_k, piece == 0, here)
                 wait_for(bar.listed, k)
                 if cutlass.const_expr(not c.turns):
-                    gradient = self.find_gradient(smem, t < counts[0], sources, wave, n)
-                    to = dkv.destination(gradient, smem.keys[None, k % STAGES], n)
+                    gradient, stop = self.find_gradient(smem, t < counts[0], sources, wave, n)
+                    to = dkv.destination(gradient, smem.keys[None, k % STAGES], stop, n)
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(c.gathers):
                     mask_absent(s, find_absent(smem.keys[None, k % STAGES]))
                 else:
                     self.mask_rows(s, smem, t, k % STAGES, wave & 1, thread)
-                exponentiate(s, numbers, scale_log2)
-                if cutlass.const_expr(c.turns):  # now, because it has no registers for them before
-                    read_numbers(numbers, smem.numbers, 1, 3, thread)
-                warpgroup.wait_group(0)
                 if cutlass.const_expr(not c.turns):
+                    exponentiate(s, numbers, rows.scale * LOG2_E)
+                    warpgroup.wait_group(0)
                     dkv.release_unread(bar, last)
-                differentiate(s, dp, numbers, rows.scale)
-                round_to(p, s)
-                round_to(ds, dp)
+                    differentiate(s, dp, numbers, rows.scale)
+                    round_to(p, s)
+                    round_to(ds, dp)
+                else:
+                    warpgroup.wait_group(0)
+                    if t == 0:
+                        cute.arch.barrier(barrier_id=BOTH_SIDES, number_of_threads=2 * WARPGROUP)
+                    differentiate_normed(p, ds, s, dp, smem.numbers, rows.scale, thread)
                 p_ds = bar.p_ds.at(k)
                 p_ds.wait_empty()
                 store_rows(qk, s, p, smem.p, thread)
@@ -277,9 +279,6 @@ class MlaBwdSm90(MlaBackwardKernel):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 p_ds.arrive_full()
                 multiply(dsk, dq, ds, b_left, t == 0)
-                if cutlass.const_expr(c.turns):  # now, because P and dS of turned rows leave it no registers before
-                    gradient = self.find_gradient(smem, t < self.counts(smem, wave)[0], sources, wave, n)
-                    to = dkv.destination(gradient, smem.keys[None, k % STAGES], n)
                 if cutlass.const_expr(c.chunks_of_left == 0):
                     warpgroup.wait_group(0)
                     bar.release_k(LEFT)
@@ -290,6 +289,8 @@ class MlaBwdSm90(MlaBackwardKernel):
                     if cutlass.const_expr(c.turns):
                         self.store_if_last(last, dq, smem, rows, wave, n, LEFT)
                         dkv.release_unread(bar, last)
+                        gradient, stop = self.find_gradient(smem, t < self.counts(smem, wave)[0], sources, wave, n)
+                        to = dkv.destination(gradient, smem.keys[None, k % STAGES], stop, n)
                     dkv.load(smem)
                     p_ds.arrive_empty()
                     dkv.start()
@@ -329,6 +330,8 @@ class MlaBwdSm90(MlaBackwardKernel):
                 smem.numbers[i, 0] = lse * LOG2_E if sees else Float32.inf
                 smem.numbers[i, 1] = sink_factor if sees else Float32(0.0)
                 smem.numbers[i, 2] = delta * rows.scale if sees else Float32(0.0)
+                if cutlass.const_expr(self.config.turns):
+                    smem.numbers[i, SUM] = Float32(0.0)
                 for which, (start, stop) in enumerate(bounds):
                     smem.spans[i, 0, which], smem.spans[i, 1, which] = start, stop
         cute.arch.sync_warp()
@@ -350,6 +353,7 @@ class MlaBwdSm90(MlaBackwardKernel):
         a_ds = operand_a(dsk, smem.ds)
         dq = accumulator(dsk, c.half)
         dkv = KvGradient.of(c, RIGHT, self.dtype, smem, rows.resolution)
+        squares = cute.make_rmem_tensor(c.tile_m // AT_ONCE, Float32)
         before = Int32(0)
 
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
@@ -357,19 +361,27 @@ class MlaBwdSm90(MlaBackwardKernel):
             counts = self.counts(smem, wave)
             tiles = sum(counts[1:], counts[0])
             if tiles > 0:
-                for piece in cutlass.range_constexpr(c.pieces):
+                for piece in c.pieces_in_order:
                     bar.q(piece).at(wave).wait_full()
+                    if cutlass.const_expr(c.turns):
+                        add_squares(squares, smem.q, piece, piece == c.pieces_in_order[0], c, thread_again())
+                if cutlass.const_expr(c.turns):
+                    write_scales(squares, smem.numbers, rows.turning, c, thread_again())
+                    cute.arch.barrier(barrier_id=BOTH_SIDES, number_of_threads=2 * WARPGROUP)
             for t in cutlass.range(tiles, unroll=1):
                 k = before + t
                 stage, last = k % STAGES, Int32(t == tiles - 1)
                 wait_for(bar.listed, k)
-                gradient = self.find_gradient(smem, t < counts[0], sources, wave, n)
-                to = dkv.destination(gradient, smem.keys[None, stage], n)
+                if cutlass.const_expr(not c.turns):
+                    gradient, stop = self.find_gradient(smem, t < counts[0], sources, wave, n)
+                    to = dkv.destination(gradient, smem.keys[None, stage], stop, n)
                 p_ds = bar.p_ds.at(k)
                 p_ds.wait_full()
                 multiply(dsk, dq, a_ds, b_right, t == 0)
-                if cutlass.const_expr(c.turns):
+                if cutlass.const_expr(c.turns):  # before, dq's way out has no registers for places in memory
                     self.store_if_last(last, dq, smem, rows, wave, n, RIGHT)
+                    gradient, stop = self.find_gradient(smem, t < self.counts(smem, wave)[0], sources, wave, n)
+                    to = dkv.destination(gradient, smem.keys[None, stage], stop, n)
                 dkv.load(smem)
                 dkv.start()
                 warpgroup.wait_group(2 * c.under_way)
@@ -388,13 +400,18 @@ class MlaBwdSm90(MlaBackwardKernel):
             before = before + tiles
 
     @cute.jit
-    def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, wave: Int32, n: Extents) -> Int64:
-        """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile."""
-        base = self.gradient_of(sources[-1], smem, wave, n)
+    def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, wave: Int32, n: Extents) -> tuple:
+        """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile; and where its
+        span's keys end."""
+        base, stop = self.gradient_of(sources[-1], smem, wave, n), Int32(0)
+        if cutlass.const_expr(self.config.consecutive):
+            stop = cute.arch.make_warp_uniform(smem.info[3, len(sources), wave & 1])
         if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
                 base = self.gradient_of(sources[0], smem, wave, n)
-        return base
+                if cutlass.const_expr(self.config.consecutive):
+                    stop = cute.arch.make_warp_uniform(smem.info[3, 1, wave & 1])
+        return base, stop
 
     def gradient_of(self, source: Source, smem: Shared, wave: Int32, n: Extents) -> Int64:
         batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, wave & 1]) for i in (1, 2))

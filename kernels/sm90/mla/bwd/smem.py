@@ -82,8 +82,10 @@ class Shared:
     p: cute.Tensor  # (64, keys): P, times the sink's factor
     ds: cute.Tensor  # (64, keys)
     out: cute.Tensor  # (float32, 2): a chunk of dKV on its way out of either side, or two from the peer
-    keys: cute.Tensor  # (keys, stage): the place of each key in its source, or -1
-    numbers: cute.Tensor  # (64, 3): for each row lse in units of log2, the sink's factor, scaled delta; and r if turned
+    keys: cute.Tensor  # (keys that are listed, stage): the place of each key in its source, or -1
+    numbers: (
+        cute.Tensor
+    )  # (64, 3): for each row lse in units of log2, the sink's factor, scaled delta; two more if turned
     spans: cute.Tensor | None  # (64, 2, source): start and stop, where rows differ
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
 
@@ -93,7 +95,7 @@ class Shared:
         q, do, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.d)
         p, ds = (smem.tile(c.tile_m, c.tile_n) for _ in range(2))
         out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, 2)), 1024)
-        keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
+        keys = smem.allocate_tensor(Int32, cute.make_layout((c.listed, STAGES)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, c.numbers)), 16)
         spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, c.spans)), 16) if c.spans else None

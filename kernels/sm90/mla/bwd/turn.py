@@ -9,10 +9,11 @@ its rows from x, and with z = (r dS) K
 
     dq = rotate back(z - x (r² / d) rowsum(x z))
 
-The producer sums the squares of what it loads, and turns the last slab of Q and dO, before it hands over the last
-piece; each thread those chunks of 16 bytes that it has loaded itself. Left and right sum their halves of rowsum(x z),
-exchange them, and store dq with the last tile of keys, while Q is still there. No product sees its accumulator changed,
-for which ptxas would give up on it.
+The producer turns the last slab of Q and dO, which come first, while there is no room for the others yet; each thread
+those chunks of 16 bytes that it has loaded itself. Right sums Q's squares while left makes S; that the last slab is
+turned and rounded by then moves r by some 2e-5 of itself. Left has rowsum(x z) where it makes P and dS, for
+x z' = S (r dS)'. Left and right store dq with the last tile of keys, while Q is still there. No product sees its
+accumulator changed, for which ptxas would give up on it.
 """
 
 from typing import Any
@@ -24,7 +25,16 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.mla_backward import RowOperands, Turning
 from kernels.lib.output import BLOCK, store_output
-from kernels.lib.ptx import bits_of, keep, load_four_if, load_shared, load_shared_four, round_pair, store_shared_words
+from kernels.lib.ptx import (
+    bits_of,
+    keep,
+    load_four_if,
+    load_shared,
+    load_shared_four,
+    ptx,
+    round_pair,
+    store_shared_words,
+)
 from kernels.lib.rows import ROWS, BoxedRows, PlacedTile, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW
 from kernels.lib.softmax import by_row
@@ -33,12 +43,12 @@ from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, tiled_mma
 
 from .smem import RIGHT
 
-SCALE = 3  # the column of a row's r among its numbers
+SCALE, SUM = 3, 4  # the columns of a row's r and of its rowsum(x z) among its numbers
 LEAST = 2.0**-126  # of a mean of squares: the scale of a row of zeros is finite, whatever eps is
-BOTH_SIDES = 1  # the number of a barrier
 AT_ONCE = WARPGROUP // LANES_A_ROW  # rows of which a producer's threads have a chunk each
 ROW_BYTES = 2 * SLAB  # of a slab
 BLOCKS = SLAB // BLOCK
+BOTH_SIDES = 1  # the number of a barrier: right knows r of all rows
 STORED = 32  # columns at a time
 
 
@@ -51,51 +61,62 @@ def do_row(turning: Turning, tile: PlacedTile, query: Int32, head: Int32) -> Int
 
 
 @cute.jit
-def prepare_rows(
-    q: cute.Tensor,
-    do: cute.Tensor,
-    numbers: cute.Tensor,
-    turning: Turning,
-    tile: PlacedTile,
-    queries: cute.Tensor,
-    pieces: cutlass.Constexpr,
-    thread: Int32,
-):
-    """A producer's part of a row tile, whose pieces it has committed in order: r of its rows, and the last slab turned.
+def turn_rows(q: cute.Tensor, do: cute.Tensor, turning: Turning, tile: PlacedTile, queries: cute.Tensor, thread: Int32):
+    """A producer's part of a row tile: waits for what it has copied, and turns the last slab.
 
     queries: of the thread's rows.
     """
-    row0, chunk = thread // LANES_A_ROW, thread % LANES_A_ROW
-    of_chunk = row0 * ROW_BYTES + (chunk ^ row0 % 8) * 16
-    slabs, count = cute.size(q, mode=[1]) // SLAB, cute.size(queries)
-    rotations, squares = cute.make_rmem_tensor(CHUNK, Float32), cute.make_rmem_tensor(count, Float32)
-    squares.fill(0.0)
-    for piece in cutlass.range_constexpr(pieces):
-        cute.arch.cp_async_wait_group(pieces - 1 - piece)
-        if cutlass.const_expr(piece == pieces - 1):
-            read_rotations(rotations, turning, tile, queries[0], chunk)
-        for slab in cutlass.range_constexpr(piece * slabs // pieces, (piece + 1) * slabs // pieces):
-            for i in cutlass.range_constexpr(count):
-                squares[i] = squares[i] + sum_of_squares(load_chunk(q, of_chunk, slab, i))
-    for i in cutlass.range_constexpr(count):
-        squares[i] = cute.arch.warp_reduction_sum(squares[i], threads_in_group=LANES_A_ROW)
-        if chunk == 0:
-            mean = squares[i] * (1.0 / (slabs * SLAB)) + turning.eps
-            numbers[row0 + i * AT_ONCE, SCALE] = cute.math.rsqrt(cutlass.max(mean, Float32(LEAST)), fastmath=True)
-    for i in cutlass.range_constexpr(count):
-        if cutlass.const_expr(i > 0):
-            read_rotations(rotations, turning, tile, queries[i], chunk)
+    of_chunk, slab = chunk_of(thread), cute.size(q, mode=[1]) // SLAB - 1
+    rotations = cute.make_rmem_tensor(CHUNK, Float32)
+    cute.arch.cp_async_commit_group()
+    for i in cutlass.range_constexpr(cute.size(queries)):
+        read_rotations(rotations, turning, tile, queries[i], thread % LANES_A_ROW)
+        if cutlass.const_expr(i == 0):
+            cute.arch.cp_async_wait_group(0)
         for x in (q, do):
-            turn_chunk(x, of_chunk, slabs - 1, i, rotations)
+            turn_chunk(x, of_chunk, slab, i, rotations)
             cute.arch.sync_warp()  # or ptxas mixes it with the next one, for which there are no registers
 
 
-def read_numbers(numbers: cute.Tensor, smem: cute.Tensor, first: int, stop: int, thread: Int32) -> None:
-    """Some numbers of a thread's rows, loaded where this stands."""
-    for i in range(first, stop):
-        for r in range(ROWS):
-            column = smem.iterator.toint() + i * cute.size(smem, mode=[0]) * 4
-            numbers[r, i] = load_shared(column + row_of(thread, r) * 4)
+@cute.jit
+def add_squares(
+    squares: cute.Tensor,
+    q: cute.Tensor,
+    piece: cutlass.Constexpr,
+    fresh: cutlass.Constexpr,
+    c: cutlass.Constexpr,
+    thread: Int32,
+):
+    """Right's: sums the squares of a piece of the columns, in chunks of 16 bytes; fresh: it is the first one."""
+    of_chunk = chunk_of(thread)
+    if cutlass.const_expr(fresh):
+        squares.fill(0.0)
+    for slab in cutlass.range_constexpr(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
+        for i in cutlass.range_constexpr(cute.size(squares)):
+            squares[i] = squares[i] + sum_of_squares(load_chunk(q, of_chunk, slab, i))
+
+
+@cute.jit
+def write_scales(squares: cute.Tensor, numbers: cute.Tensor, turning: Turning, c: cutlass.Constexpr, thread: Int32):
+    """Right writes r of a row tile."""
+    for i in cutlass.range_constexpr(cute.size(squares)):
+        of_row = cute.arch.warp_reduction_sum(squares[i], threads_in_group=LANES_A_ROW)
+        if thread % LANES_A_ROW == 0:
+            mean = of_row * (1.0 / c.d) + turning.eps
+            row = thread // LANES_A_ROW + i * AT_ONCE
+            numbers[row, SCALE] = cute.math.rsqrt(cutlass.max(mean, Float32(LEAST)), fastmath=True)
+
+
+def chunk_of(thread: Int32) -> Int32:
+    """The place of a thread's chunk of a slab, of its first row."""
+    row0, chunk = thread // LANES_A_ROW, thread % LANES_A_ROW
+    return row0 * ROW_BYTES + (chunk ^ row0 % 8) * 16
+
+
+def read_numbers(numbers: cute.Tensor, row: Int32, count: int) -> tuple[Float32, ...]:
+    """The first numbers of a row, loaded where this stands."""
+    rows = cute.size(numbers, mode=[0])
+    return tuple(load_shared(numbers.iterator.toint() + (i * rows + row) * 4) for i in range(count))
 
 
 def place_of(x: cute.Tensor, of_chunk: Int32, slab: int, i: int) -> Int32:
@@ -149,7 +170,7 @@ def store_gradient(
     side: cutlass.Constexpr,
     c: cutlass.Constexpr,
 ):
-    """dq <- this side's half of z, through the norm and RoPE. Both sides call it at the same time."""
+    """dq <- this side's half of z, through the norm and RoPE."""
     slabs = c.half // SLAB
     first, turns = side * slabs, side == RIGHT
     boxed = BoxedRows.of(tile.n, 0, thread, c.gathers)
@@ -163,23 +184,11 @@ def store_gradient(
                 pair = cute.make_tensor((here + j * BLOCK).align(8), cute.make_layout(2))
                 cute.autovec_copy(pair, rotations[None, j, r])
 
-    factor, sums = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(2, Float32)
-    for r in cutlass.range_constexpr(ROWS):
-        sums.fill(0.0)
-        for slab in cutlass.range_constexpr(slabs):
-            for j in cutlass.range_constexpr(BLOCKS):
-                at = 2 * (slab * BLOCKS + j)
-                x, y = load_pair(q, first + slab, j, r, thread)
-                sums[0] = sums[0] + x * of_z[r, at]
-                sums[1] = sums[1] + y * of_z[r, at + 1]
-        factor[r] = cute.arch.warp_reduction_sum(sums[0] + sums[1], threads_in_group=4)
-        if thread % 4 == 0:  # in the place of a number that left has taken for the last time
-            numbers[row_of(thread, r), side] = factor[r]
-    cute.arch.barrier(barrier_id=BOTH_SIDES, number_of_threads=2 * WARPGROUP)
+    factor = cute.make_rmem_tensor(ROWS, Float32)
     for r in cutlass.range_constexpr(ROWS):
         row = row_of(thread, r)
         scale = numbers[row, SCALE]
-        factor[r] = (factor[r] + numbers[row, 1 - side]) * (scale * scale * (-1.0 / c.d))
+        factor[r] = numbers[row, SUM] * (scale * scale * (-1.0 / c.d))
 
     ones = cute.make_rmem_tensor(ROWS, Float32)
     ones.fill(1.0)
@@ -187,10 +196,11 @@ def store_gradient(
     of_out = by_row(out)
     for block0 in cutlass.range_constexpr(0, slabs * BLOCKS, STORED // BLOCK):
         slab = block0 // BLOCKS
+        of_q = tuple(load_rows(q, first + slab, block0 % BLOCKS + i, thread) for i in range(0, STORED // BLOCK, 2))
         for r in cutlass.range_constexpr(ROWS):
             for i in cutlass.range_constexpr(STORED // BLOCK):
                 j, at = block0 % BLOCKS + i, 2 * (block0 + i)
-                x, y = load_pair(q, first + slab, j, r, thread)
+                x, y = of_q[i // 2][i % 2][r]
                 a, b = of_z[r, at] + factor[r] * x, of_z[r, at + 1] + factor[r] * y
                 if cutlass.const_expr(turns and slab == slabs - 1):
                     a, b = turned(a, b, rotations[0, j, r], -rotations[1, j, r])
@@ -209,8 +219,33 @@ def store_zeros(rows: RowOperands, tile: PlacedTile, thread: Int32, side: cutlas
         store_output(zeros, ones, rows.dq, tile, boxed, column, thread, c.d)
 
 
-def load_pair(q: cute.Tensor, slab: int, block: int, r: int, thread: Int32) -> list[Float32]:
-    """Two numbers of a row, as an accumulator has them; tiles begin at a multiple of 1024 bytes."""
-    of_lane = row_of(thread, 0) * ROW_BYTES + thread % WARP // 4 * 16 + thread % 4 * 4
-    address = ((q.iterator.toint() + of_lane) ^ (block * 16)) + (slab * cute.size(q, mode=[0]) + 8 * r) * ROW_BYTES
-    return unpacked((load_shared(address),), q.element_type)
+def load_matrices(address: Int32) -> tuple[Int32, ...]:
+    """Four matrices of 8 x 8 numbers of 16 bits: lane i says where row i % 8 of matrix i / 8 is, and gets two
+    neighbours of row i / 4 of each."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return ptx(text, Int32(address), gives=(Int32,) * 4)
+
+
+def load_rows(q: cute.Tensor, slab: int, block: int, thread: Int32) -> tuple:
+    """Of this block of 8 columns and the next one, for each of a thread's rows, two numbers as an accumulator has them;
+    tiles begin at a multiple of 1024 bytes."""
+    lane = thread % WARP
+    row = thread // WARP * 16 + lane % 16  # of two matrices of 8 rows
+    of_lane = q.iterator.toint() + row * ROW_BYTES + (lane // 16 ^ row % 8) * 16
+    words = load_matrices((of_lane ^ (block * 16)) + slab * cute.size(q, mode=[0]) * ROW_BYTES)
+    given = cute.make_rmem_tensor(len(words), Int32)
+    for i, word in enumerate(words):
+        given[i] = word
+    x = as_float(cute.make_tensor(cute.recast_ptr(given.iterator, dtype=q.element_type), cute.make_layout(8)))
+    return (x[0:2], x[2:4]), (x[4:6], x[6:8])
+
+
+@cute.jit
+def add_to_sums(sums: cute.Tensor, numbers: cute.Tensor, thread: Int32):
+    """Left adds what it has of its rows' sums, of a tile of keys."""
+    odd = thread % 2 == 1
+    of_row = cute.arch.shuffle_sync_bfly(sums[0] if odd else sums[1], offset=1) + (sums[1] if odd else sums[0])
+    of_row = of_row + cute.arch.shuffle_sync_bfly(of_row, offset=2)
+    if thread % 4 < ROWS:
+        row = row_of(thread, 0) + thread % 2 * (row_of(thread, 1) - row_of(thread, 0))
+        numbers[row, SUM] = numbers[row, SUM] + of_row
