@@ -26,8 +26,9 @@ some units, and has their rounding
 """
 
 E4M3 = {"o": Tolerance(2.5e-3, 1.01 / 8, 6e-5, of_rows=True), "lse": Tolerance(3e-3, 2.01 / 8192, 1e-6)}
-"""a kernel by products of e4m3 against its definition; sums of products keep some 14 bits, and a weight near a tie may
-be rounded to the other side, by an eighth. In a row that sees few keys it may be almost all of o.
+"""a kernel by products of e4m3 against its definition, whose sums are in float32. The kernel's keep 14 bits, so a
+weight near a tie may be rounded to the other side, by an eighth; in a row that sees few keys it may be almost all of o.
+These bounds are of what `check`'s operands lose. tests/hopper_e4m3.py has what the kernel's sums are.
 """
 
 FP32 = {"o": Tolerance(1e-6, 1e-3, 1e-10), "lse": Tolerance(3e-6, 1e-6, 1e-12)}

@@ -1,0 +1,176 @@
+"""What `mla_fwd_e4m3_sm90` computes, in `jnp`: its sums as Hopper's tensor cores make them, its tiles and references.
+
+**A product of e4m3** (`wgmma` of k 32) adds 32 products of codes, and what the accumulator holds, at once. All 33
+numbers are cut, toward zero, to multiples of u = 2**(E - 13), where E is the greatest of their exponents; of a product
+it is the sum of both codes' exponents, which are -6 at least. Then the numbers are added exactly, and the sum is cut to
+14 significant bits. A product of two codes has 8 bits, so only one below 2**(E - 5) may lose some. `in_place` is that,
+to the bit: of 20480 sums of 512 products that an H100 made, of numbers of ten kinds, it gives every one
+(tests/data/hopper_e4m3.npz has 320). With another width, number of products at once or exponent of a product, or
+rounded down, fewer are right. `lost_at_most` follows: for normal numbers sums are up to a fifth of it off, since cuts
+of positive and negative numbers cancel.
+
+**The bound** of a kernel's o and lse follows. Sums are what they are here, and what is left is the rounding of float32
+and `ex2.approx`, `lg2.approx` and `rcp.approx`. For lse that is the bound of kernels by bfloat16. A weight is off by
+2**-22 for its exponential, and by half a unit in the last place of its logit and of its reference. Before it is rounded
+to e4m3 that is nothing, unless a tie is so near. Then the weight may be a step, an eighth at most, to the other side.
+So `numbers` gives an interval for each number of o, which is wide only where there is such a weight, and the kernel's o
+is an end of it, rounded, or between them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BITS = 13  # after the leading one, of what is added at once
+DEPTH = 32  # products of codes that are added at once
+LEAST = -6  # exponent of a code: those below it have fewer bits
+TILE = 64  # keys
+HEAD, LIMIT = 5, 8.5  # a reference is so far below a row's maximum; it is set anew when one is so far above it
+LOG2_E = 1.4426950408889634
+NEVER = -(2**20)  # an exponent of nothing
+
+Sums = Callable[[jax.Array, jax.Array], jax.Array]
+"""The products a b' [.., m, n] of codes a [.., m, k] and b [.., n, k], in float32"""
+
+
+def in_place(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Sums of products of 32 numbers of each, one after the other into the same accumulator."""
+    return _in_place(a, b)[0]
+
+
+def lost_at_most(a: jax.Array, b: jax.Array) -> jax.Array:
+    """How far `in_place` may be from exact sums: u for each number that a product cuts, and for the cut of its sum."""
+    return _in_place(a, b)[1]
+
+
+def _in_place(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def product(before: Any, ab: Any) -> tuple[Any, None]:
+        (c, lost), x, y = before, ab[0][..., :, None, :], ab[1][..., None, :, :]
+        terms, exponents = x * y, jnp.maximum(_exponent(x), LEAST) + jnp.maximum(_exponent(y), LEAST)
+        greatest = jnp.max(jnp.where(terms != 0, exponents, NEVER), -1)
+        greatest = jnp.maximum(greatest, jnp.where(c != 0, _exponent(c), NEVER))
+        per_unit = _power(BITS - greatest)
+        in_units, c_in_units = terms * per_unit[..., None], c * per_unit
+        whole, c_whole = jnp.trunc(in_units), jnp.trunc(c_in_units)
+        units = jnp.sum(whole, -1) + c_whole  # below 2**24, so exact
+        cut = jnp.sum(whole != in_units, -1) + (c_whole != c_in_units) + jnp.abs(units - _cut(units))
+        return (_cut(units) * _power(greatest - BITS), lost + cut * _power(greatest - BITS)), None
+
+    parts = [jnp.moveaxis(x.reshape(*x.shape[:-1], -1, DEPTH), -2, 0) for x in (a, b)]
+    nothing = jnp.zeros((*jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2]), jnp.float32)
+    return jax.lax.scan(product, (nothing, nothing), parts)[0]
+
+
+def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum("...mk,...nk->...mn", a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _cut(x: jax.Array) -> jax.Array:
+    """x with 14 significant bits, toward zero."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFFFFF << (23 - BITS) & 0xFFFFFFFF)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _exponent(x: jax.Array) -> jax.Array:
+    return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 255) - 127
+
+
+def _power(n: jax.Array) -> jax.Array:
+    """2**n, as a float32 that is not subnormal."""
+    return jax.lax.bitcast_convert_type((jnp.clip(n, -126, 127) + 127) << 23, jnp.float32)
+
+
+# ---- the kernel
+
+
+class Listed(NamedTuple):
+    """Keys, and of each query the list of those that it sees, in the order in which the kernel takes them."""
+
+    codes: jax.Array  # float8_e4m3fn [b, n, d]
+    entries: jax.Array  # int32 [b, s_q, m], below 0 where a place of the list names no key
+
+    @staticmethod
+    def of_span(codes: jax.Array, start: jax.Array, stop: jax.Array) -> "Listed":
+        n = codes.shape[1]
+        entries = jnp.maximum(start, 0)[..., None] + jnp.arange(n, dtype=jnp.int32)
+        return Listed(codes, jnp.where(entries < jnp.minimum(stop, n)[..., None], entries, -1))
+
+    @staticmethod
+    def of_list(codes: jax.Array, indices: jax.Array, length: jax.Array) -> "Listed":
+        there = (indices >= 0) & (indices < codes.shape[1]) & (jnp.arange(indices.shape[2]) < length[..., None])
+        return Listed(codes, jnp.where(there, indices, -1))
+
+    def tiles(self) -> tuple[jax.Array, jax.Array]:
+        """[tiles, b, s_q, 64, d], zeros where a key is absent, and which are there."""
+        b, s_q, m = self.entries.shape
+        entries = jnp.pad(self.entries, ((0, 0), (0, 0), (0, -m % TILE)), constant_values=-1)
+        entries = jnp.moveaxis(entries.reshape(b, s_q, -1, TILE), 2, 0)
+        keys = jax.vmap(lambda codes, at: codes[at], (0, 1), 1)(self.codes, jnp.maximum(entries, 0))
+        there = entries >= 0
+        return jnp.where(there[..., None], keys.astype(jnp.float32), 0), there
+
+
+class Numbers(NamedTuple):
+    o: jax.Array  # float32 [b, s_q, h, d]
+    lse: jax.Array  # [b, s_q, h]
+    slack: jax.Array  # like o: half of the interval, before o is rounded
+
+
+def numbers(
+    q: jax.Array, sources: Sequence[Listed], sink: jax.Array, units: jax.Array, scale: float, sums: Sums = in_place
+) -> Numbers:
+    """o and lse as the kernel has them. units: float32 [b], of the keys' codes.
+
+    Where a weight may fall to either side, sums of its tile may be cut elsewhere too: `slack` has what two products
+    cut at most then.
+    """
+    x = q.astype(jnp.float32)
+    unit_of_q = _power(jnp.maximum(_exponent(jnp.max(jnp.abs(x), -1)), -119) - 7)  # [b, s_q, h]
+    codes_of_q = _rounded(x / unit_of_q[..., None])
+    of_row = unit_of_q * (jnp.float32(scale * LOG2_E) * units[:, None, None])
+
+    def tile(before: Any, tile: Any) -> tuple[Any, None]:
+        (ref, total, out, slack), (keys, there) = before, tile
+        there, values = there[:, :, None], jnp.swapaxes(keys, -1, -2)
+        logits = jnp.where(there, sums(codes_of_q, keys) * of_row[..., None], -jnp.inf)
+        top = jnp.max(logits, -1)
+        after = jnp.where(top > ref + LIMIT, jnp.round(top) - HEAD, ref)
+        factor, weights = jnp.exp2(ref - after), jnp.exp2(logits - after[..., None])
+        off = jnp.where(there, 2.0**-22 + 2.0**-24 * (jnp.abs(logits) + jnp.abs(after)[..., None]), 0)
+        p, step = _rounded(weights), _rounded(weights * (1 + off)) - _rounded(weights * (1 - off))
+        cut = jnp.where(jnp.any(step > 0, -1, keepdims=True), 4 * (DEPTH + 2) * 2.0**-BITS, 2.0**-20)
+        out = out * factor[..., None] + sums(p, values)
+        slack = slack * factor[..., None] + in_float32(step + cut * p, jnp.abs(values))
+        return (after, total * factor + jnp.sum(weights, -1), out, slack), None
+
+    tiles = [jnp.concatenate(xs) for xs in zip(*(source.tiles() for source in sources), strict=True)]
+    nothing = jnp.full(of_row.shape, -1e30), jnp.zeros(of_row.shape), jnp.zeros(q.shape), jnp.zeros(q.shape)
+    (ref, total, out, slack), _ = jax.lax.scan(tile, nothing, tuple(tiles))
+    whole = total + jnp.exp2((sink - ref / LOG2_E) * LOG2_E)
+    last = jnp.where(total > 0, units[:, None, None] / whole, 0)[..., None]
+    return Numbers(out * last, jnp.where(total > 0, (jnp.log2(total) + ref) / LOG2_E, -jnp.inf), slack * last)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """x as e4m3 has it, in float32; beyond 448 it is 448. XLA would leave out a conversion there and back."""
+    codes = jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn)
+    return jax.lax.optimization_barrier(codes).astype(jnp.float32)
+
+
+def csa_fwd_e4m3(
+    q: Any, near: Any, start: Any, stop: Any, far: Any, indices: Any, length: Any, sink: Any, units: Any, **how: Any
+) -> Numbers:
+    """With the operands of the kernel's call (`jax_dsv4_fmha/_host/attention.py`)."""
+    return numbers(q, (Listed.of_span(near, start, stop), Listed.of_list(far, indices, length)), sink, units, **how)
+
+
+def hca_fwd_e4m3(
+    q: Any, near: Any, start: Any, stop: Any, far: Any, start2: Any, stop2: Any, sink: Any, units: Any, **how: Any
+) -> Numbers:
+    sources = Listed.of_span(near, start, stop), Listed.of_span(far, start2, stop2)
+    return numbers(q, sources, sink, units, **how)
+
+
+OF_OP = {"csa_fwd_e4m3": csa_fwd_e4m3, "hca_fwd_e4m3": hca_fwd_e4m3}
