@@ -2,9 +2,9 @@
 
 Entries and index keys go to the devices in turns of `TURN`, so that each has as many as the others however long the
 sequence is. A device scores its own keys and chooses `topk` of them; of all devices' candidates the best `topk` are the
-choice, which is exactly that of one device. Each then attends to those of the chosen entries that it holds, and the
-parts are merged. Between devices go, for a query, `topk` scores and numbers and one part of o: nothing that grows with
-the context. Without GPUs there are four virtual CPU devices.
+choice, which is exactly that of one device. Each then attends to those of the chosen entries that it holds, the first
+one to the window too, and the parts are merged. Between devices go, for a query, `topk` scores and numbers and one part
+of o: nothing that grows with the context. Without GPUs there are four virtual CPU devices.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Cache, Span, dsv4_decode, lightning_indexer, merge, sparse_fmha
+from jax_dsv4_fmha import Cache, Span, dsv4_decode, lightning_indexer, merge
 
 TURN = 64  # entries
 
@@ -63,7 +63,8 @@ def append(held, mesh, entry, key, place):
 
 
 def attend(q, index_q, weights, window_cache, held, lengths, sink, *, mesh, ratio=4, topk=512, window=128):
-    """`dsv4_decode` over the choice of `lightning_indexer`: q [b, s_q, h, d], the last tokens of every sequence."""
+    """`dsv4_decode` over the choice of `lightning_indexer`: q [b, s_q, h, d], the last tokens of every sequence, whose
+    window is in no pages."""
     (ring,) = mesh.axis_names
     part = P(None, ring)
     specs = (P(), P(), P(), P(), part, part, P(), P())
@@ -80,10 +81,12 @@ def attend(q, index_q, weights, window_cache, held, lengths, sink, *, mesh, rati
         of_all = (jax.lax.all_gather(x, ring, axis=-1, tiled=True)[..., None, :] for x in (score, entry))
         chosen = number_before(score[..., None], entry[..., None], *of_all) < topk
 
-        here = sparse_fmha(q, entries, jnp.where(chosen, indices, -1))
+        page = jnp.where(me == 0, jnp.arange(len(lengths)), -1)  # others have no page of the window
+        recent = Cache(window_cache.entries, page[:, None])
+        how = {"lengths": lengths, "indices": jnp.where(chosen, indices, -1), "window": window}
+        here = dsv4_decode(q, recent, Cache(entries), **how)
         os, lses = (jax.lax.all_gather(x, ring) for x in here)
-        recent = dsv4_decode(q, window_cache, lengths=lengths, window=window)  # every device has the window
-        return merge([*zip(os, lses, strict=True), recent], sink)
+        return merge([*zip(os, lses, strict=True)], sink)
 
     return local(q, index_q, weights, window_cache, *held, lengths, sink)
 

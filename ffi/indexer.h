@@ -32,10 +32,19 @@ ffi::Error CheckIndexPages(const Call& call, const Axes& n, IndexerShape* shape)
 // The packing by which a kernel of such keys is found: "" where they are like q.
 inline std::string_view PackingOfKeys(const IndexerShape& shape) { return shape.of_4_bits != 0 ? "index_fp4" : ""; }
 
+// The kernel that chooses among so many scores of each of so many queries. Where CTAs share rows, 15 rows run at a time
+// on an H100, in 9 us and 5 us for 100 000 scores; with a CTA each all run at a time, in 8 us and 35 us for 100 000.
+inline ffi::Error LookUpChoice(const Device& device, int64_t queries, int64_t scores, int64_t topk, Launcher** choice) {
+  static constexpr int64_t kRowsAtATime = 15, kLong = 16384;
+  const int64_t turns = std::max<int64_t>(CeilDiv(queries, kRowsAtATime), 1);
+  const int64_t rows = scores / turns / turns < kLong ? kMaxExtent : queries;
+  return LookUp("indexer_topk", device, TopkChoices{.max_topk = topk, .max_rows = rows}, choice);
+}
+
 // Whether a choice begins before all scores are there. If there are fewer rows than places, the CTAs begin together, one
 // on each processor. If some began early, the first processors to become free would take several.
 inline bool Overlaps(uint32_t grid, const Launcher* choice, const Stream& stream) {
-  return grid >= U32(choice->TilesOn(stream.device).processors);
+  return grid / choice->cluster >= U32(choice->TilesOn(stream.device).processors);
 }
 
 struct Indexer {
@@ -87,7 +96,7 @@ struct Indexer {
       if (ffi::Error error = CheckWorkspace(call, *shape, scores->tile_n); error.failure()) return error;
     }
     if (!Chooses(call)) return ffi::Error::Success();
-    return LookUp("indexer_topk", device, TopkChoices{.max_topk = shape->topk}, &choice);
+    return LookUpChoice(device, shape->b * shape->s_q, shape->stride, shape->topk, &choice);
   }
 
   // Whole tiles of columns; and rows for some blocks of queries, or for all where the scores are the result.
@@ -116,7 +125,7 @@ struct Indexer {
         if (error.failure()) return error;
       }
       if (choice == nullptr) continue;
-      auto plan = PlanTopk(shape, first, count, at);
+      auto plan = PlanTopk(shape, choice->cluster, first, count, at);
       const bool overlaps = scores != nullptr && Overlaps(plan.grid, choice, stream);
       ffi::Error error = Launch(choice, stream, plan, overlaps);
       if (error.failure()) return error;

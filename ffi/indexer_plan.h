@@ -129,21 +129,24 @@ inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape,
                         .box = I32(box)}};
 }
 
-// The launch that chooses their entries, or the blocks of these.
-inline Plan<TopkArguments> PlanTopk(const IndexerShape& shape, int64_t first, int64_t count,
+// The launch that chooses their entries, or the blocks of these; so many CTAs share a row. Where an entry of the batch
+// has one query, the rows of its block's others have no CTAs.
+inline Plan<TopkArguments> PlanTopk(const IndexerShape& shape, int64_t ctas_of_row, int64_t first, int64_t count,
                                     const IndexerAddresses& at) {
   const bool of_blocks = shape.keys_of_score != 1;
-  return {.grid = U32(count * shape.queries),
+  const bool alone = shape.s_q == 1 && shape.stride <= kMaxExtent / shape.queries;
+  const int64_t rows = alone ? 1 : shape.queries;
+  return {.grid = U32(count * rows * ctas_of_row),
           .arguments = {.scores = at.scores,
                         .start = of_blocks ? at.oldest : at.start,
                         .stop = of_blocks ? at.newest : at.stop,
                         .indices = at.indices,
                         .values = at.values,
                         .s_q = I32(shape.s_q),
-                        .queries = I32(shape.queries),
+                        .queries = I32(rows),
                         .blocks_of_entry = I32(shape.blocks_of_entry()),
                         .first_block = I32(first),
-                        .stride = I32(shape.stride),
+                        .stride = I32(shape.stride * (shape.queries / rows)),
                         .topk = I32(shape.topk),
                         .wants_values = I32(shape.wants_values)}};
 }

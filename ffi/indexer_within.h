@@ -45,7 +45,7 @@ struct IndexerWithin {
     if (ffi::Error error = LookUp("indexer_scores_within", device, choices, &(*kernels)[0]); error.failure()) {
       return error;
     }
-    return LookUp("indexer_topk", device, TopkChoices{.max_topk = shape->of_keys.topk}, &(*kernels)[1]);
+    return LookUpChoice(device, shape->queries(), shape->listed(), shape->of_keys.topk, &(*kernels)[1]);
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
@@ -57,7 +57,7 @@ struct IndexerWithin {
       const int64_t count = std::min(at_a_time, queries - first);
       auto scoring = PlanIndexerScoresWithin(shape, scores->TilesOn(stream.device), first, count, at);
       if (ffi::Error error = Launch(scores, stream, scoring, /*overlaps=*/first != 0); error.failure()) return error;
-      auto choosing = PlanTopkWithin(shape, first, count, at);
+      auto choosing = PlanTopkWithin(shape, choice->cluster, first, count, at);
       if (ffi::Error error = Launch(choice, stream, choosing, Overlaps(choosing.grid, choice, stream));
           error.failure()) {
         return error;

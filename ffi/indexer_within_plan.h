@@ -65,12 +65,12 @@ inline Plan<IndexerScoresWithinArguments> PlanIndexerScoresWithin(const IndexerW
 }
 
 // The launch that chooses among their keys.
-inline Plan<TopkArguments> PlanTopkWithin(const IndexerWithinShape& shape, int64_t first, int64_t count,
-                                          const IndexerWithinAddresses& at) {
+inline Plan<TopkArguments> PlanTopkWithin(const IndexerWithinShape& shape, int64_t ctas_of_row, int64_t first,
+                                          int64_t count, const IndexerWithinAddresses& at) {
   IndexerAddresses of_choice{};
   of_choice.scores = at.scores, of_choice.start = at.first, of_choice.stop = at.last;
   of_choice.indices = at.indices, of_choice.values = at.values;
-  return PlanTopk(shape.choice(), first, count, of_choice);
+  return PlanTopk(shape.choice(), ctas_of_row, first, count, of_choice);
 }
 
 }  // namespace dsv4_fmha

@@ -158,25 +158,26 @@ int dsv4_fmha_plan_row_columns(const RowShape* shape, int64_t room, float scale,
 }
 
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
-void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64_t first, int64_t count,
-                            const IndexerAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
+void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64_t ctas_of_row, int64_t first,
+                            int64_t count, const IndexerAddresses* addresses, ShownLaunch* scores,
+                            ShownLaunch* choice) {
   const Layout& layout = !shape->paged()         ? kIndexerScores
                          : shape->scaled_pages() ? kIndexerScoresPagedScaled
                                                  : kIndexerScoresPaged;
   *scores = ShownLaunch(layout, PlanIndexerScores(*shape, *tiles, first, count, *addresses));
-  *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
+  *choice = ShownLaunch(kTopk, PlanTopk(*shape, ctas_of_row, first, count, *addresses));
 }
 
 // The launches of a choice within blocks for `count` queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer_within(const IndexerShape* of_keys, int64_t blocks, int64_t from_start, const Tiles* tiles,
-                                   int64_t first, int64_t count, const IndexerWithinAddresses* addresses,
-                                   ShownLaunch* scores, ShownLaunch* choice) {
+                                   int64_t ctas_of_row, int64_t first, int64_t count,
+                                   const IndexerWithinAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
   const Layout& layout = of_keys->paged()                   ? kIndexerScoresWithinPaged
                          : ElementBytes(of_keys->type) == 1 ? kIndexerScoresWithinScaled
                                                             : kIndexerScoresWithin;
   const IndexerWithinShape shape{*of_keys, blocks, from_start};
   *scores = ShownLaunch(layout, PlanIndexerScoresWithin(shape, *tiles, first, count, *addresses));
-  *choice = ShownLaunch(kTopk, PlanTopkWithin(shape, first, count, *addresses));
+  *choice = ShownLaunch(kTopk, PlanTopkWithin(shape, ctas_of_row, first, count, *addresses));
 }
 
 // The launch of head-summed probabilities: 0, or -1 with the reason in `error`.

@@ -449,6 +449,7 @@ class TopK(Variant):
     """The greatest scores of every row, and their positions."""
 
     max_topk: int
+    max_rows: int = ANY  # where they are few, several CTAs share a row
 
     family, layout = "topk", "topk"
 

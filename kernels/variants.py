@@ -52,6 +52,7 @@ def plain(arch: str) -> tuple[Variant, ...]:
     return (
         *(Combine("combine", arch, f"{PLAIN}.combine.kernel", dtype) for dtype in DTYPES),  # of split keys
         TopK("indexer_topk", arch, f"{PLAIN}.topk.kernel", max_topk=2048),
+        TopK("indexer_topk", arch, f"{PLAIN}.topk.shared_row", max_topk=2048, max_rows=60),
         *(Rope(op, arch, f"{PLAIN}.rope.{op}", 64, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
         *(IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", 64, dtype) for dtype in DTYPES),
         *(

@@ -667,3 +667,19 @@ def test_kernel(cuda, h, dtype, s_q, s_c, topk):
 def test_case(cuda, case):
     with jax.default_device(cuda):
         assert case.complaints("cubin") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "s"), [(1, 16384), (15, 40000), (20, 70000), (60, 262144), (3, 600000)])
+def test_choice_among_long_rows(cuda, rows, s):
+    """Exact where CTAs share a row: the greatest, and of those equal to the last one the first, as a stable sort."""
+    rng = np.random.default_rng(s)
+    scores = np.minimum(rng.standard_normal((1, rows, s)), 2).astype(np.float32)
+    scores[..., ::97], scores[..., ::5] = 3 * rng.random(scores[..., ::97].shape), np.nan
+    start, stop = rng.integers(0, 9, (1, rows), np.int32), s - rng.integers(0, 9, (1, rows), np.int32)
+    with jax.default_device(cuda):
+        got = raw.indexer_topk(scores, start, stop, topk=512, return_scores=True)
+    for mine, values, row, a, b in zip(*(np.asarray(x)[0] for x in (*got, scores, start, stop)), strict=True):
+        seen = np.where(np.isnan(row[a:b]), -np.inf, row[a:b])
+        np.testing.assert_array_equal(mine, a + np.sort(np.argsort(-seen, kind="stable")[:512]))
+        np.testing.assert_array_equal(values, row[mine])

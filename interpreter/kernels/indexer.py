@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.abi import INDEX_BLOCK, IndexerScores, IndexerScoresAt, TopK
+from kernels.abi import ANY, INDEX_BLOCK, IndexerScores, IndexerScoresAt, TopK
 from kernels.variants import VARIANTS
 
 from ..machine.reductions import add_cleared
@@ -21,8 +21,9 @@ from .launch import Kernel, machine
 from .verdict import Wrong
 
 Edit = Callable[[str], str]
-TOPKS = {v.arch: v for v in VARIANTS if isinstance(v, TopK)}  # one of an architecture
+TOPKS = {v.arch: v for v in VARIANTS if isinstance(v, TopK) and v.max_rows == ANY}  # of an architecture
 TOPK = TOPKS["sm_90a"]
+SHARED_ROWS = {v.arch: v for v in VARIANTS if isinstance(v, TopK) and v.max_rows < ANY}  # whose rows CTAs share
 
 
 CASES = {
@@ -267,7 +268,7 @@ def choose(
     s_c = scores.shape[1]
     shape = {"b": 1, "s_q": rows, "s_c": s_c, "heads": 1, "topk": topk, "type": native.FLOAT32, "queries": 1}
     shape |= {"of_4_bits": 0, "stride": s_c, "wants_values": 1, "keys_of_score": 1, "pages": 0, "page": 0, "width": 0}
-    _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
+    _, choice = native.plan_indexer(shape, ctas_of_row=kernel.facts["cluster"], count=rows, addresses=addresses)
     machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
     indices, values = (
         (b := memory.named(name)).bytes[: b.size].view(dtype).reshape(1, rows, topk)

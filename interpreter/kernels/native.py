@@ -316,19 +316,19 @@ def plan_indexer(
     tile_m: int = 256,
     tile_n: int = 128,
     processors: int = 132,
+    ctas_of_row: int = 1,
     first: int = 0,
     count: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> tuple[Plan, Plan]:
     """The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their
-    choice.
+    choice, whose rows have so many CTAs each.
     """
     scores, choice = structure("ShownLaunch")(), structure("ShownLaunch")()
     library().dsv4_fmha_plan_indexer(
         ctypes.byref(filled("IndexerShape", **shape)),
         _tiles(tile_m, tile_n, processors),
-        ctypes.c_int64(first),
-        ctypes.c_int64(count),
+        *map(ctypes.c_int64, (ctas_of_row, first, count)),
         addressed("indexer", addresses),
         ctypes.byref(scores),
         ctypes.byref(choice),
@@ -344,6 +344,7 @@ def plan_indexer_within(
     tile_m: int = 64,
     tile_n: int = 64,
     processors: int = 132,
+    ctas_of_row: int = 1,
     queries: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> tuple[Plan, Plan]:
@@ -353,7 +354,7 @@ def plan_indexer_within(
         ctypes.byref(filled("IndexerShape", **shape)),
         *map(ctypes.c_int64, (blocks, from_start)),
         _tiles(tile_m, tile_n, processors),
-        *map(ctypes.c_int64, (0, queries)),
+        *map(ctypes.c_int64, (ctas_of_row, 0, queries)),
         addressed("indexer_within", addresses),
         ctypes.byref(scores),
         ctypes.byref(choice),

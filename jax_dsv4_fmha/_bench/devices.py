@@ -252,7 +252,7 @@ SUITE = Suite(
     "#4f6f8f",
     (
         *(SequenceRow(tokens=65536, ratio=ratio, is_zigzag=zz) for ratio, zz in _ORDERS),
-        *(LongCacheRow(b=8, tokens=2**20, layers=n) for n in (1, 8)),
+        *(LongCacheRow(b=8, tokens=2**20, layers=n) for n in (1, 8, 43)),
         *(SequenceRow(tokens=65536, ratio=ratio, is_zigzag=zz, has_gradient=True) for ratio, zz in _ORDERS),
     ),
     table,

@@ -20,6 +20,15 @@ AT_A_TIME = WARP * VECTOR * VECTORS  # scores of a warp's load
 SMEM_BYTES = 4 * (2 * CAPACITY + BINS + 2 * WARPS + 4)
 
 
+CLUSTER = 8  # CTAs that share a row; every Hopper GPU runs clusters of so many
+SHARED_THREADS = 512
+SHARED_WARPS = SHARED_THREADS // WARP
+MOST_VECTORS = 16  # of a thread that SMEM holds: longer rows take several rounds
+AT_ONCE = 8  # of them that a thread loads at a time
+STEPS, BUCKETS = 4, 256  # of a radix select by 8 bits
+COPIES = 8  # of a histogram in SMEM, so that fewer lanes of a warp count at one address
+
+
 @dataclass(frozen=True)
 class Config:
     """Facts that a caller must know."""
@@ -28,7 +37,21 @@ class Config:
     tile_n: int = CAPACITY
     threads: int = THREADS
     smem_bytes: int = SMEM_BYTES
+    cluster: int = 1  # CTAs of a row
+    ctas: int = CTAS
 
     @property
     def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": CTAS, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
+        return {"min_blocks_per_mp": self.ctas, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
+
+
+@dataclass(frozen=True)
+class SharedConfig(Config):
+    """Where the CTAs of a cluster share a row."""
+
+    threads: int = SHARED_THREADS
+    smem_bytes: int = 4 * (
+        VECTOR * SHARED_THREADS * MOST_VECTORS + BUCKETS * (COPIES + STEPS) + 2 * 2 * SHARED_WARPS + 4
+    )
+    cluster: int = CLUSTER
+    ctas: int = 1

@@ -8,11 +8,12 @@
 
 Where the guess was wrong, or too many scores are equal, `narrow` and `emit` run over the row itself: slower, and
 equally exact. So the choice depends on the scores alone. A score's rank is an unsigned number that orders as the score
-does; -0 equals 0, NaN comes before -inf, and 0 is the rank of what the query does not see.
+does; -0 equals 0, NaN comes before -inf, and 0 is the rank of what the query does not see. Where rows are few and long,
+shared_row.py has several CTAs for each.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,7 +27,7 @@ from kernels.lib.launch import Kernel, i32
 from kernels.lib.rows import load, store
 
 from .chooser import Chooser, Listed, Row, bit_length
-from .config import CAPACITY, CTAS, LEAST, MAX_TOPK, THREADS, Config
+from .config import CAPACITY, CTAS, LEAST, MAX_TOPK, Config
 
 
 class Extents(NamedTuple):
@@ -71,14 +72,18 @@ class TopKKernel(Kernel):
         stream: cuda.CUstream,
     ):
         n = Extents(s_q, queries, blocks_of_entry, first_block, stride, topk, wants_values)
-        self.launch(Arrays(scores, start, stop, indices, values), n, ctas=rows, stream=stream)
+        arrays, cluster = Arrays(scores, start, stop, indices, values), self.config.cluster
+        self.launch(arrays, n, ctas=rows * cluster, stream=stream, cluster=cluster)
+
+    def chooser(self) -> Any:
+        return Chooser.of()
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
-        line = cute.arch.block_idx()[0]
+        line = cute.arch.block_idx()[0] // self.config.cluster
         block = n.first_block + line // n.queries
         entry, query = block // n.blocks_of_entry, block % n.blocks_of_entry * n.queries + line % n.queries
-        chooser = Chooser.of()
+        chooser = self.chooser()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if query < n.s_q:
@@ -94,7 +99,10 @@ class TopKKernel(Kernel):
 
     @cute.jit
     def take_all(self, row: Row, indices: cute.Pointer, values: cute.Pointer, n: Extents):
-        for i in cutlass.range(cute.arch.thread_idx()[0], n.topk, THREADS):
+        threads = self.config.threads
+        step = self.config.cluster * threads
+        begin = cute.arch.block_idx()[0] * threads % step + cute.arch.thread_idx()[0]
+        for i in cutlass.range(begin, n.topk, step):
             there = i < row.count
             store(indices + i, row.first + i if there else Int32(-1))
             if n.wants_values != 0:
