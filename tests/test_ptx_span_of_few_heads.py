@@ -100,8 +100,10 @@ def test_what_no_query_of_a_group_sees_reaches_none():
 
 # ---- planted faults
 
-QUERIES, KEYS_FULL, KEYS_EMPTY = 0, 4, 12
-"""The first of barriers: full and empty of Q of either consumer; full, and then empty, of eight pieces of keys."""
+KEYS_FULL, KEYS_EMPTY, P_FULL, O_FULL = 0, 8, 22, 28
+"""The first of barriers: full, and then empty, of eight pieces of keys, of Q, of what two groups see, of two places of
+P, of the last factors, and of O of either adder.
+"""
 
 
 def bare_of_waits(first):
@@ -113,9 +115,9 @@ def without(pattern, which=slice(None)):
 
 
 K_BYTES = r"([1-9]\d{3}|\d{5}|1[0-3]\d{4}|14[0-7]\d{3})"
-Q_BYTES = r"(14[89]\d{3}|1[5-9]\d{4}|20\d{4}|21[0-3]\d{3})"
 P_BYTES = r"(21[4-9]\d{3}|22\d{4}|230[0-3]\d\d)"
-"""Where these lie in shared memory: 144 KiB of keys from 1024 on, then Q, P or O, and what maxima are found by."""
+FACTOR_BYTES = r"(230[4-9]\d\d|231[01]\d\d)"
+"""Where these lie in shared memory: 144 KiB of keys, or of O, from 1024 on, 64 of Q, then 16 of P, then factors."""
 
 WINDOW = {"s_q": 9, "s_kv": 200, "width": 128}
 MANY_TILES = {"s_q": 9, "s_kv": 300, "width": 1 << 30}  # more tiles of keys than there are places
@@ -141,7 +143,7 @@ FAULTS = [
         SPANS,
         Race,
         rf"tma[^\n]*\n\s+overwrites SMEM bytes {K_BYTES}\.\.[^\n]*read by wgmma",
-        without(r"wgmma\.wait_group\.sync\.aligned\s+1", slice(2, 5)),
+        without(r"wgmma\.wait_group\.sync\.aligned\s+1"),
         case=MANY_TILES,
     ),
     PlantedFault(
@@ -149,22 +151,28 @@ FAULTS = [
         SPANS,
         Race,
         rf"bytes {P_BYTES}\.\.\d+ through the async proxy: no fence\.proxy\.async after",
-        without(r"fence\.proxy\.async\.shared::cta", slice(-10, None)),
+        without(r"fence\.proxy\.async\.shared::cta", slice(-3, -2)),
     ),
     PlantedFault(
-        "weights multiplied before all warps have shared them",
+        "weights and factors read before they are there",
         SPANS,
         (Race, Undefined),
-        rf"wgmma[^\n]*\n\s+reads SMEM bytes {P_BYTES}\.\.\d+[^:\n]*(which nobody wrote|nothing orders)",
-        without(r"bar\.sync\s+%r\d+, 128", slice(1, 2)),
+        rf"ld\.shared[^\n]*\n\s+reads SMEM bytes {FACTOR_BYTES}\.\.",
+        bare_of_waits(P_FULL),
     ),
     PlantedFault(
-        "weights shared while O leaves from their place",
+        "O stored before all of it is there",
+        SPANS,
+        (Misuse, Race, Undefined),
+        rf"stores what is not defined to global memory|tma[^\n]*\n\s+reads SMEM bytes {K_BYTES}\.\.",
+        bare_of_waits(O_FULL),
+    ),
+    PlantedFault(
+        "keys loaded over O that has not left",
         SPANS,
         Race,
-        rf"(tma[^\n]*\n\s+reads SMEM bytes {P_BYTES}\.\.[^\n]*stmatrix|"
-        rf"stmatrix[^\n]*\n\s+overwrites SMEM bytes {P_BYTES}\.\.)",
-        without(r"cp\.async\.bulk\.wait_group\.read\s+0"),
+        rf"tma[^\n]*\n\s+overwrites SMEM bytes {K_BYTES}\.\.[^\n]*read by tma",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+\d"),
     ),
 ]
 

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from kernels.lib.column_softmax import WARPS
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
-from kernels.lib.rows import PUBLISHED
+from kernels.lib.rows import PUBLISHED, ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
 
-CONSUMERS = 2  # warpgroups, which have queries of their own
-COLUMNS = 32  # (query, head) columns of a consumer at most, of which O fills 128 registers
+ADDERS = 2  # warpgroups that add up O, each half of its columns
+PLACES_OF_P = 2
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Config:
     dtype: str
     sources: tuple[str, ...]  # one span
     tile_m: int  # heads
-    keys: int = SLAB  # of a query's tile: the rows of one WGMMA
+    keys: int = SLAB  # of a query's tile
     spare: int = 8  # keys by which queries of one pass may begin later than its first one
     piece: int = 2 * SLAB  # columns of a key tile that are filled and freed together
     stages: int = 8  # pieces
@@ -33,27 +32,29 @@ class Config:
         return self.keys + self.spare
 
     @property
-    def queries(self) -> int:
-        """Of a consumer, at a time; the state of four of 8 heads would be more than registers hold."""
-        return min(COLUMNS // self.tile_m, 2)
+    def rows(self) -> int:
+        """(query, head) pairs of a group."""
+        return ROWS_OF_WARPGROUP
 
     @property
     def group(self) -> int:
         """Queries of a CTA, at a time."""
-        return CONSUMERS * self.queries
+        return self.rows // self.tile_m
 
     @property
     def threads(self) -> int:
-        return (1 + CONSUMERS) * WARPGROUP
+        return (2 + ADDERS) * WARPGROUP
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread."""
-        return 40, 232
+    def registers(self) -> tuple[int, int, int]:
+        """A thread's, of those that load and store, that score, and that add. With the other ones, ptxas serialises the
+        products: `ptxas -v` says so.
+        """
+        return (40, 104, 184) if self.group == 2 else (32, 112, 184)
 
     @property
     def columns_q(self) -> int:
-        return self.piece
+        return SLAB
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -62,6 +63,10 @@ class Config:
     @property
     def pieces(self) -> int:
         return self.d // self.piece
+
+    @property
+    def pieces_of_adder(self) -> int:
+        return self.pieces // ADDERS
 
     @property
     def piece_bytes(self) -> int:
@@ -73,32 +78,19 @@ class Config:
 
     @property
     def numbers(self) -> int:
-        """That the producer publishes for a consumer: of the tile, of all passes, and of each query."""
-        return PUBLISHED + 3 + 2 * self.group
-
-    @property
-    def slabs_at_a_time(self) -> int:
-        """Slabs of O of each query in SMEM at a time: P's place, and another one."""
-        return 2
-
-    @property
-    def places(self) -> int:
-        """Tiles of P, or slabs of O, of a consumer."""
-        return self.queries * self.slabs_at_a_time
+        """That the producer publishes: of the tile, of the group, and of each query."""
+        return PUBLISHED + 6 + self.group
 
     @property
     def smem_bytes(self) -> int:
-        of_consumer = (
-            self.queries * self.tile_m * (self.row_bytes + self.slabs_at_a_time * 2 * SLAB + 4 * WARPS)
-            + 4 * self.numbers
-            + 16
-        )
-        return self.stages * (self.piece_bytes + 16) + CONSUMERS * of_consumer
+        rows = self.rows * (self.row_bytes + PLACES_OF_P * 2 * self.keys + 4 * (PLACES_OF_P + 1))
+        barriers = 2 * 8 * (self.stages + 1 + 2 + PLACES_OF_P + 1 + ADDERS)
+        return self.stages * self.piece_bytes + rows + 2 * 4 * self.numbers + 16 + barriers
 
     def __post_init__(self):
-        if self.d % self.piece or self.keys != SLAB or self.spare % 8:
-            raise ValueError(f"wanted d in pieces of {self.piece} and tiles of {SLAB} keys, got {self}")
-        if self.tile_m % 8 or COLUMNS % self.tile_m or self.d != 512:
-            raise ValueError(f"wanted 8, 16 or 32 heads, of which O fits into a warpgroup's registers, got {self}")
+        if self.d % (self.piece * ADDERS) or self.keys != SLAB or self.spare % 8:
+            raise ValueError(f"wanted d in pieces of {self.piece} for {ADDERS} and tiles of {SLAB} keys, got {self}")
+        if self.tile_m % 8 or self.rows % self.tile_m or self.d != 512:
+            raise ValueError(f"wanted 8, 16 or 32 heads, of which O fits into two warpgroups' registers, got {self}")
         if self.stages % self.pieces or self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit, for whole tiles: {self}")

@@ -1,13 +1,16 @@
 """Attention for Hopper over one span of a latent, for few heads, with the bits of `mla_few_heads_fwd_sm90`.
 
-There a query has tiles of keys that begin with the first that it sees. Here neighbouring queries share what SMEM has: a
-place has 72 keys, and a product reads the 64 of a query from whichever row on they begin, for the swizzle goes by the
-address. So a window's keys are loaded once for a group of queries, by TMA, and each query's sums are the same.
+There a query has tiles of keys that begin with the first that it sees. Here a group of neighbouring queries, which have
+64 rows of (query, head) pairs, shares what SMEM has: a place has 72 keys, and for O a product reads the 64 of a query
+from whichever row on they begin, for the swizzle goes by the address. So a window's keys are loaded once for a group,
+by TMA, one product has the scores of all its rows, and each query's sums are the same.
 
-    warp 0      Q of a consumer's queries, and what they see
+    warp 0      Q of a group, and what its queries see
     warp 1      keys: a ring of pieces, each some columns of 72 keys
-    consumers   two warpgroups, each with one query of 32 heads, or two of fewer. For each query S', softmax over the
-                keys of each column, P' to SMEM, O'. One query's softmax runs under another's products.
+    warps 2, 3  O to memory, from where the last keys lay
+    scorer      a warpgroup: S = Q K' of 64 rows and 72 keys, softmax of each row over its query's 64 keys, P to SMEM
+    adders      two warpgroups, each with half of the columns of O' = V' P', for one query after the other, or for all
+                at once where all begin with the same key
 
 Where the queries of a group begin further apart, each has a pass of its own over its keys. In the others' passes a
 query sees nothing: its P is 0, and its factor 1.
@@ -23,11 +26,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.column_softmax import ColumnSoftmax, scale_columns
-from kernels.lib.columns import by_column
+from kernels.lib.column_softmax import scale_columns
 from kernels.lib.cut_keys import cut_keys, first_keys
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
+from kernels.lib.ptx import keep
 from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, ceil_div, row_of
 from kernels.lib.softmax import RowResults
 from kernels.lib.spans import SpanOperands, clip, load_span
@@ -49,11 +52,11 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-from .config import CONSUMERS, Config
-from .smem import Barriers, Shared
+from .config import ADDERS, Config
+from .smem import WARPS, Barriers, Shared
+from .softmax import QuerySoftmax
 
-MET = 1  # the first of named barriers: all threads of a consumer have arrived
-LO, TILES, PASSES, OF_QUERIES = range(PUBLISHED, PUBLISHED + 4)  # places of published numbers
+TILES, PASSES, TOGETHER, LAST, OFFSETS, SEEING, LENGTHS = range(PUBLISHED, PUBLISHED + 7)  # places of published numbers
 FAR = 2**30
 
 
@@ -68,6 +71,10 @@ class Group:
     hi: Int32
     tiles_of_pass: Int32  # where there is one
     passes: Int32
+    together: cutlass.Boolean  # all begin with the same key
+    all_tiles: Int32  # of all passes
+    offsets: Int32  # by how many keys each begins later than a pass, in four bits
+    seeing: Int32  # a bit for each that sees a key
 
     @cute.jit
     def of_pass(self, p: Int32) -> tuple[Int32, Int32, Int32]:
@@ -80,33 +87,63 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Query:
-    """State that a consumer keeps for one of its queries."""
+class Seen:
+    """The same as the scorer and the adders read it."""
 
-    number: Int32  # in its group
-    start: Int32
-    length: Int32
-    q: cute.Tensor  # (.., piece of d)
-    p: cute.Tensor
-    scores: cute.Tensor
-    out: tuple[cute.Tensor, ...]  # by slab of d
-    softmax: ColumnSoftmax
+    info: cute.Tensor
+    tile: RowTile
+    tiles_of_pass: Int32
+    passes: Int32
+    together: cutlass.Boolean
+    offsets: Int32
+    seeing: Int32
+
+    @staticmethod
+    def read(info: cute.Tensor, n: Extents) -> "Seen":
+        places = (TILES, PASSES, TOGETHER, OFFSETS, SEEING)
+        tiles, passes, together, *of_queries = (cute.arch.make_warp_uniform(info[i]) for i in places)
+        return Seen(info, RowTile.read(info, n), tiles, passes, together != 0, *of_queries)
+
+    def length(self, query: Int32) -> Int32:
+        return cute.arch.make_warp_uniform(self.info[LENGTHS + query])
+
+    @cute.jit
+    def tiles(self, p: Int32) -> Int32:
+        """Of a pass."""
+        tiles = self.tiles_of_pass
+        if self.passes > 1:
+            tiles = ceil_div(self.length(p), Int32(SLAB))
+        return tiles
+
+    def offset(self, query: Int32 | int) -> Int32:
+        """By how many keys a query begins later than a pass."""
+        return self.offsets >> 4 * query & 15
+
+    def is_fresh(self, query: int, p: Int32) -> cutlass.Boolean:
+        """Whether it has seen none before this pass."""
+        return (self.passes == 1) | (p <= query) | (self.seeing >> query & 1 == 0)
+
+    @cute.jit
+    def length_in_pass(self, query: Int32, p: Int32) -> Int32:
+        return self.length(query) if (self.passes == 1) | (p == query) else Int32(0)
 
 
 @dataclass(frozen=True)
-class Consumer:
-    """State that a consumer thread keeps from group to group."""
+class Adder:
+    """State that a thread which adds keeps from group to group."""
 
     bar: Barriers
     smem: Shared
     side: Int32
     thread: Int32
-    qk: cute.TiledMma
-    pv: cute.TiledMma
-    p: cute.Tensor  # (heads, keys, place)
+    pv: tuple[cute.TiledMma, ...]  # of a query, and of all
+    out: tuple[cute.Tensor, ...]  # by slab of its half of d: 64 rows of d and the columns of all queries
 
-    def meet(self) -> None:
-        cute.arch.barrier(barrier_id=MET + self.side, number_of_threads=WARPGROUP)
+    def columns(self, slab: int, query: int, queries: int) -> cute.Tensor:
+        """A query's, of an accumulator."""
+        x = self.out[slab]
+        size = cute.size(x) // queries
+        return cute.make_tensor(x.iterator + query * size, cute.make_layout(size))
 
 
 class MlaFewHeadsSpansSm90(ForwardKernel):
@@ -136,7 +173,8 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
             cute.arch.mbarrier_init_fence()
         for query in cutlass.range_constexpr(c.group):
             for i in cutlass.range_constexpr(c.pieces):  # the kernel also computes heads that do not exist
-                zero_rows(smem.q[None, None, i, query], n.box_inner, cute.arch.thread_idx()[0], c.threads)
+                first, stop = query * c.tile_m + n.box_inner, Int32((query + 1) * c.tile_m)
+                zero_rows(smem.q[None, None, i], first, cute.arch.thread_idx()[0], c.threads, stop)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -144,58 +182,80 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
                 self.load_queries(bar, smem, rows_of_q, sources[0], n)
             elif warp == 1:
                 self.load_keys(bar, smem, sources[0], n)
+            else:
+                self.store(bar, smem, warp - 2, output, n)
+        elif warp < 8:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            self.score(bar, smem, results, scale_log2, n)
         else:
-            cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(bar, smem, output, results, scale_log2, n)
+            cute.arch.setmaxregister_increase(c.registers[2])
+            self.add(bar, smem, n)
 
     def groups(self, n: Extents) -> TileScheduler:
         """Of tiles that are groups of queries."""
         c = self.config
         return TileScheduler.of(n._replace(tiles_outer=ceil_div(n.outer, Int32(c.group)), box_outer=Int32(c.group)))
 
-    # ---- producers
+    @cute.jit
+    def arrive_as_warp(self, barrier: cute.Pointer):
+        """Arrives after everything that all lanes did."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    # ---- loads and stores
 
     @cute.jit
     def open(self, operands: SpanOperands, tile: RowTile) -> Group:
+        """Where no query sees a key there is a tile of keys of which none is seen."""
         c, lane = self.config, cute.arch.lane_idx()
         query = tile.outer0 + lane
         start, stop = clip(operands, load_span(operands, tile, cutlass.min(query, tile.n.s_q - 1)))
         length = cutlass.max(stop - start, 0) if (lane < c.group) & (query < tile.n.s_q) else Int32(0)
         sees, tiles = length > 0, ceil_div(length, Int32(c.keys))
-        lo = cute.arch.warp_redux_sync(start if sees else Int32(FAR), "min")
+        first = cute.arch.warp_redux_sync(start if sees else Int32(FAR), "min")
         last = cute.arch.warp_redux_sync(start if sees else Int32(0), "max")
         hi = cute.arch.warp_redux_sync(start + length if sees else Int32(0), "max")
-        most = cute.arch.warp_redux_sync(tiles, "max")
+        most = cutlass.max(cute.arch.warp_redux_sync(tiles, "max"), 1)
         after = cute.arch.warp_redux_sync(lane + 1 if sees else Int32(0), "max")
+        lo = cutlass.min(first, hi)
         passes = Int32(1) if last - lo <= c.spare else after
-        return Group(start, tiles, length, lo, hi, most, passes)
+        all_tiles = most if passes == 1 else cute.arch.warp_redux_sync(tiles, "add")
+        offset = start - lo if sees & (passes == 1) else Int32(0)
+        offsets = cute.arch.warp_redux_sync(offset << 4 * (lane & 7), "or")
+        seeing = cute.arch.vote_ballot_sync(sees)
+        return Group(start, tiles, length, lo, hi, most, passes, last <= lo, all_tiles, offsets, seeing)
 
     @cute.jit
     def load_queries(self, bar: Barriers, smem: Shared, row_source: tuple, source: tuple, n: Extents):
         """A warp: for every group of this CTA Q of its queries, and what they see."""
         c, (tma_q, mQ), lane = self.config, row_source, cute.arch.lane_idx()
-        scheduler = self.groups(n)
+        scheduler, before = self.groups(n), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
             group = self.open(source[-1], tile)
-            for side in cutlass.range_constexpr(CONSUMERS):
-                q, info = bar.of_queries(side).at(wave), smem.info[None, side]
-                q.wait_empty()
-                if lane == 0:
-                    tile.publish(info)
-                    info[LO], info[TILES], info[PASSES] = group.lo, group.tiles_of_pass, group.passes
-                if lane < c.group:
-                    info[OF_QUERIES + lane] = group.start
-                    info[OF_QUERIES + c.group + lane] = group.length
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    q.expect_full(c.queries * n.box_inner * c.row_bytes)
-                for i in cutlass.range_constexpr(c.queries):
-                    number = side * c.queries + i
-                    of_query = replace(tile, outer0=tile.outer0 + number)
-                    gQ, sQ = tma_tiles(tma_q, of_query.of(mQ, c.tile_m, c.piece), smem.q[None, None, None, number])
-                    for piece in cutlass.range_constexpr(c.pieces):
-                        cute.copy(tma_q, gQ[None, piece], sQ[None, piece], tma_bar_ptr=q.full)
+            before = before + group.all_tiles
+            state = bar.info.at(wave)
+            info = smem.info[None, state.index]
+            state.wait_empty()
+            if lane == 0:
+                tile.publish(info)
+                info[TILES], info[PASSES], info[TOGETHER] = group.tiles_of_pass, group.passes, Int32(group.together)
+                info[LAST], info[OFFSETS], info[SEEING] = before - 1, group.offsets, group.seeing
+            if lane < c.group:
+                info[LENGTHS + lane] = group.length
+            state.arrive_full()
+            q = bar.q.at(wave)
+            q.wait_empty()
+            with cute.arch.elect_one():
+                q.expect_full(c.group * n.box_inner * c.row_bytes)
+            for i in cutlass.range(c.group, unroll=1):
+                of_query = replace(tile, outer0=tile.outer0 + i)
+                place = cute.local_tile(smem.q, (c.tile_m, SLAB, 1), (i, None, None))
+                gQ, sQ = tma_tiles(tma_q, of_query.of(mQ, c.tile_m, SLAB), place[None, None, 0, None, None])
+                for slab in cutlass.range_constexpr(c.d // SLAB):
+                    at = sQ[None, slab % (c.piece // SLAB), slab // (c.piece // SLAB)]
+                    cute.copy(tma_q, gQ[None, slab], at, tma_bar_ptr=q.full)
 
     @cute.jit
     def load_keys(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
@@ -219,224 +279,271 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
                         cute.copy(atom, gK[None, 0, i], sK[None, state.index], tma_bar_ptr=state.full)
                 before = before + tiles
 
-    # ---- consumers
+    @cute.jit
+    def store(self, bar: Barriers, smem: Shared, side: Int32, output: tuple, n: Extents):
+        """A warp: for every group an adder's half of O, by TMA, which leaves out heads and queries that do not exist;
+        then it hands back the place for keys.
+        """
+        for which in cutlass.range_constexpr(ADDERS):
+            if side == which:
+                self.store_half(bar, smem, which, output, n)
 
     @cute.jit
-    def consume(self, bar: Barriers, smem: Shared, output: tuple, results: RowResults, scale_log2: Float32, n: Extents):
-        """One of two warpgroups: for every group of this CTA, O and lse of its queries."""
-        c = self.config
-        w, queries = self.consumer(bar, smem, scale_log2)
-        for x in queries:
-            x.softmax.read_sinks(n, results)
-        before = Int32(0)  # tiles of keys
-        scheduler = self.groups(n)
-        for wave in cutlass.range(scheduler.waves, unroll=1):
-            q, info = bar.of_queries(w.side).at(wave), smem.info[None, w.side]
-            q.wait_full()
-            tile = RowTile.read(info, n)
-            lo, tiles_of_pass, passes = (cute.arch.make_warp_uniform(info[i]) for i in (LO, TILES, PASSES))
-            seeing = [replace(x, **self.seen(info, x)) for x in queries]
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # all warps meet before anything else takes O's place
-            for x in queries:
-                x.softmax.reset()
-            if tiles_of_pass == 0:
-                q.arrive_empty()
-                for x in queries:
-                    for acc in x.out:
-                        acc.fill(0.0)
-            for p in cutlass.range(passes, unroll=1):
-                tiles = tiles_of_pass
-                if passes > 1:
-                    length = cute.arch.make_warp_uniform(info[OF_QUERIES + c.group + p])
-                    tiles = ceil_div(length, Int32(c.keys))
-                offsets, lengths, unseen = [], [], []
-                for x in seeing:
-                    is_its = (passes == 1) | (p == x.number)
-                    offsets.append(x.start - lo if (passes == 1) & (x.length > 0) else Int32(0))
-                    lengths.append(x.length if is_its else Int32(0))
-                    unseen.append((passes == 1) | (p <= x.number) | (x.length == 0))
-                for t in cutlass.range(tiles, unroll=1):
-                    fresh = [(t == 0) & x for x in unseen]
-                    is_last = (p == passes - 1) & (t == tiles - 1)
-                    self.add_tile(w, seeing, before + t, offsets, [x - t * c.keys for x in lengths], fresh, q, is_last)
-                before = before + tiles
-            for x in seeing:
-                query = tile.outer0 + x.number
-                heads = n.inner * Int32(query < n.outer)  # none, where the group is longer than the queries
-                self.finish(x, replace(tile, n=n._replace(inner=heads), outer0=query), results)
-            self.store(w, seeing, tile, output)
+    def store_half(self, bar: Barriers, smem: Shared, side: cutlass.Constexpr, output: tuple, n: Extents):
+        c, (tma_o, mO) = self.config, output
+        for wave in cutlass.range(self.groups(n).waves, unroll=1):
+            state = bar.info.at(wave)
+            state.wait_full()
+            info = smem.info[None, state.index]
+            tile, last = RowTile.read(info, n), cute.arch.make_warp_uniform(info[LAST])
+            self.arrive_as_warp(state.empty)
+            o = bar.o[side].at(wave)
+            o.wait_full()
+            pieces = [bar.k.at(last * c.pieces + side * c.pieces_of_adder + i) for i in range(c.pieces_of_adder)]
+            for i, piece in enumerate(pieces):
+                for j in cutlass.range_constexpr(c.piece // SLAB):
+                    half = self.half_of_o(smem, piece.index, j)
+                    rows = cute.local_tile(half, (c.tile_m, SLAB), (None, 0))
+                    slab = (side * c.pieces_of_adder + i) * (c.piece // SLAB) + j
+                    for query in cutlass.range(cutlass.min(n.outer - tile.outer0, c.group), unroll=1):
+                        of_query = replace(tile, outer0=tile.outer0 + query)
+                        gO, sO = tma_tiles(tma_o, of_query.of(mO, c.tile_m, SLAB), rows)
+                        with cute.arch.elect_one():
+                            cute.copy(tma_o, sO[None, query], gO[None, slab])
+                cute.arch.cp_async_bulk_commit_group()
+            for i, piece in enumerate(pieces):
+                cute.arch.cp_async_bulk_wait_group(c.pieces_of_adder - 1 - i, read=True)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() < WARPS:
+                    piece.arrive_empty()
+            self.arrive_as_warp(o.empty)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def seen(self, info: cute.Tensor, x: Query) -> dict[str, Int32]:
-        start, length = (OF_QUERIES + first + x.number for first in (0, self.config.group))
-        return {name: cute.arch.make_warp_uniform(info[i]) for name, i in (("start", start), ("length", length))}
+    def half_of_o(self, smem: Shared, stage: Int32, slab: int) -> cute.Tensor:
+        """(rows of all queries, 64 columns) of O on its way out, in the place of a slab of a piece of keys."""
+        c = self.config
+        first = cute.assume(stage * (c.tile_n * c.piece) + slab * (c.tile_n * SLAB), divby=8 * SLAB)
+        layout = cute.make_layout(((8, c.rows // 8), (SLAB, 1)), stride=((SLAB, 8 * SLAB), (1, c.rows * SLAB)))
+        return cute.make_tensor(smem.k.iterator + first, layout)
 
-    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> tuple[Consumer, list[Query]]:
+    # ---- scores
+
+    @cute.jit
+    def score(self, bar: Barriers, smem: Shared, results: RowResults, scale_log2: Float32, n: Extents):
+        """A warpgroup: for every group of this CTA the scores of all rows, P, and lse."""
+        c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
+        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
+        q, keys, scores = operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, c.tile_n)
+        softmax = QuerySoftmax.of(scale_log2, thread)
+        rows = [row_of(thread, r) for r in range(ROWS)]
+        numbers = [cute.arch.make_warp_uniform(row // c.tile_m) for row in rows]  # of queries
+        heads = [row % c.tile_m for row in rows]
+        softmax.read_sinks(heads, n, results)
+        before = Int32(0)  # tiles of keys
+        for wave in cutlass.range(self.groups(n).waves, unroll=1):
+            state, of_q = bar.info.at(wave), bar.q.at(wave)
+            state.wait_full()
+            seen = Seen.read(smem.info[None, state.index], n)
+            of_q.wait_full()
+            softmax.reset()
+            for p in cutlass.range(seen.passes, unroll=1):
+                tiles = seen.tiles(p)
+                offsets = [seen.offset(number) for number in numbers]
+                lengths = [seen.length_in_pass(number, p) for number in numbers]
+                for t in cutlass.range(tiles, unroll=1):
+                    k = before + t
+                    for i in cutlass.range_constexpr(c.pieces):
+                        piece = bar.k.at(k * c.pieces + i)
+                        piece.wait_full()
+                        b = keys[None, None, None, piece.index]
+                        multiply(qk, scores, q[None, None, None, i], b, fresh=i == 0)
+                    warpgroup.wait_group(0)
+                    for i in cutlass.range_constexpr(c.pieces):
+                        self.arrive_as_warp(bar.k.at(k * c.pieces + i).empty)
+                    if (p == seen.passes - 1) & (t == tiles - 1):
+                        self.arrive_as_warp(of_q.empty)
+                    softmax.take(scores, offsets, [length - t * c.keys for length in lengths])
+                    softmax.step(scores)
+                    self.share(bar, smem, softmax, scores, offsets, k)
+                before = before + tiles
+            tile = seen.tile
+            queries = [tile.outer0 + number for number in numbers]
+            exist = [
+                (head < n.box_inner) & (tile.inner0 + head < n.inner) & (query < n.outer)
+                for head, query in zip(heads, queries, strict=True)
+            ]
+            of_rows = zip(heads, queries, strict=True)
+            softmax.finish([tile.row_index(query, tile.inner0 + head) for head, query in of_rows], exist, results)
+            self.arrive_as_warp(state.empty)
+            last = bar.last.at(wave)
+            last.wait_empty()
+            self.share_factors(softmax, smem.last)
+            last.arrive_full()
+
+    @cute.jit
+    def share(self, bar: Barriers, smem: Shared, softmax: QuerySoftmax, scores: cute.Tensor, offsets: list, k: Int32):
+        """P and the factors of this CTA's k-th tile of keys, for the adders."""
+        state = bar.p.at(k)
+        state.wait_empty()
+        softmax.share(scores, offsets, smem.p[None, None, state.index])
+        self.share_factors(softmax, smem.factors[None, state.index])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        state.arrive_full()
+
+    @cute.jit
+    def share_factors(self, softmax: QuerySoftmax, place: cute.Tensor):
+        for r in cutlass.range_constexpr(ROWS):
+            if softmax.thread % 4 == 0:
+                place[row_of(softmax.thread, r)] = softmax.factor[r]
+
+    # ---- O
+
+    @cute.jit
+    def add(self, bar: Barriers, smem: Shared, n: Extents):
+        """One of two warpgroups: for every group of this CTA half of the columns of O."""
+        c = self.config
+        w = self.adder(bar, smem)
+        before = Int32(0)  # tiles of keys
+        for wave in cutlass.range(self.groups(n).waves, unroll=1):
+            state = bar.info.at(wave)
+            state.wait_full()
+            seen = Seen.read(smem.info[None, state.index], n)
+            for p in cutlass.range(seen.passes, unroll=1):
+                tiles = seen.tiles(p)
+                for t in cutlass.range(tiles, unroll=1):
+                    is_last = (p == seen.passes - 1) & (t == tiles - 1)
+                    offsets = [seen.offset(query) for query in range(c.group)]
+                    fresh = [(t == 0) & seen.is_fresh(query, p) for query in range(c.group)]
+                    self.add_tile(w, before + t, offsets, fresh, seen.together, is_last)
+                before = before + tiles
+            self.arrive_as_warp(state.empty)
+            last = bar.last.at(wave)
+            last.wait_full()
+            for query in cutlass.range_constexpr(c.group):
+                self.scale(w, query, self.factors_of(w, smem.last, query))
+            self.arrive_as_warp(last.empty)
+            self.hand_over(w, wave, before - 1)
+
+    def adder(self, bar: Barriers, smem: Shared) -> Adder:
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        side = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        qk, pv = tiled_mma(self.dtype, c.tile_m, K_MAJOR), tiled_mma(self.dtype, c.tile_m, K_MAJOR, a_major=MN_MAJOR)
-        w = Consumer(
-            bar,
-            smem,
-            side,
-            thread,
-            qk,
-            pv,
-            p=smem.p[None, None, None, side],
-        )
-        queries = []
-        for i in range(c.queries):
-            number = side * c.queries + i
-            queries.append(
-                Query(
-                    number,
-                    Int32(0),
-                    Int32(0),
-                    q=operand_b(qk, smem.q[None, None, None, number]),
-                    p=operand_b(pv, w.p[None, None, i]),
-                    scores=accumulator(qk, c.tile_m),
-                    out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d // SLAB)),
-                    softmax=ColumnSoftmax.of(scale_log2, thread, MET + side, smem.found[None, None, number]),
-                )
-            )
-        return w, queries
+        side = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 2
+        pv = tuple(tiled_mma(self.dtype, columns, K_MAJOR, a_major=MN_MAJOR) for columns in (c.tile_m, c.rows))
+        out = tuple(accumulator(pv[1], c.rows) for _ in range(c.d // SLAB // ADDERS))
+        return Adder(bar, smem, side, thread, pv, out)
 
-    def tile_of_query(self, w: Consumer, stage: Int32, row: Int32, columns: int, slab: int = 0) -> cute.Tensor:
-        """(keys, columns) from this row of a piece on. Rows are 128 bytes apart, so a product may begin with any: the
-        swizzle goes by the address.
-        """
-        c, of_slab = self.config, self.config.tile_n * SLAB
-        first = w.smem.k.iterator + (stage * (c.tile_n * c.piece) + slab * of_slab + row * SLAB)
-        shape, stride = ((8, c.keys // 8), (SLAB, columns // SLAB)), ((SLAB, 8 * SLAB), (1, of_slab))
-        return cute.make_tensor(first, cute.make_layout(shape, stride=stride))
+    @cute.jit
+    def factors_of(self, w: Adder, place: cute.Tensor, query: cutlass.Constexpr) -> cute.Tensor:
+        """Those of a thread's columns of a query."""
+        factors = cute.make_rmem_tensor(self.config.tile_m // 4, Float32)
+        for j in cutlass.range_constexpr(cute.size(factors) // 2):
+            pair = (place.iterator + (query * self.config.tile_m + 8 * j + w.thread % 4 * 2)).align(8)
+            of_pair = cute.make_tensor(factors.iterator + 2 * j, cute.make_layout(2))
+            cute.autovec_copy(cute.make_tensor(pair, cute.make_layout(2)), of_pair)
+        return factors
+
+    @cute.jit
+    def scale(self, w: Adder, query: cutlass.Constexpr, factors: cute.Tensor):
+        for slab in cutlass.range_constexpr(len(w.out)):
+            scale_columns(w.columns(slab, query, self.config.group), factors)
 
     @cute.jit
     def add_tile(
         self,
-        w: Consumer,
-        queries: list,
+        w: Adder,
         k: Int32,
         offsets: list,
-        seen: list,
         fresh: list,
-        q,
+        together: cutlass.Boolean,
         is_last: cutlass.Boolean,
     ):
-        """Each query's tile of keys in this CTA's k-th place; `seen`: how many of them it sees."""
-        c, count = self.config, self.config.queries
-        for i in cutlass.range_constexpr(c.pieces):
-            state = w.bar.k.at(k * c.pieces + i)
-            state.wait_full()
-            for x, offset in zip(queries, offsets, strict=True):
-                a = operand_a(w.qk, self.tile_of_query(w, state.index, offset, c.piece))
-                multiply(w.qk, x.scores, a, x.q[None, None, None, i], fresh=i == 0)
-        for j, x in enumerate(queries):
-            # after its scores come the last pieces of later queries' scores, and a group of each query's before it
-            warpgroup.wait_group(count - 1)
-            if cutlass.const_expr(j == count - 1):  # noqa: SIM102, at compile time
-                if is_last:
-                    q.arrive_empty()
-            self.mask(x, seen[j], w.thread)
-            x.softmax.step(x.scores)
-            self.share_p(w, x, j, fresh[j])
-            self.multiply_values(w, x, k, offsets[j], fresh[j], releases=j == count - 1)
+        """This CTA's k-th tile of keys, from each query's first one on."""
+        c, p = self.config, w.bar.p.at(k)
+        p.wait_full()
+        for query in cutlass.range_constexpr(c.group):
+            self.rescale(w, query, self.factors_of(w, w.smem.factors[None, p.index], query), fresh[query])
+        for i in cutlass.range_constexpr(c.pieces_of_adder):
+            self.piece(w, k, i).wait_full()
+        weights = w.smem.p[None, None, p.index]
+        if together:
+            self.multiply_values(w, k, weights, offsets[:1], fresh[:1], is_last)
+        else:
+            self.multiply_values(w, k, weights, offsets, fresh, is_last)
+        self.arrive_as_warp(p.empty)
+
+    def piece(self, w: Adder, k: Int32, i: int):
+        c = self.config
+        return w.bar.k.at(k * c.pieces + w.side * c.pieces_of_adder + i)
 
     @cute.jit
-    def mask(self, x: Query, seen: Int32, thread: Int32):
-        """-inf for every key that the query does not see."""
-        if seen < self.config.keys:
-            s = by_column(x.scores)
-            for r in cutlass.range_constexpr(ROWS):
-                here = row_of(thread, r) < seen
-                for i in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                    s[i, r] = s[i, r] if here else -Float32.inf
-
-    @cute.jit
-    def share_p(self, w: Consumer, x: Query, place: cutlass.Constexpr, fresh: cutlass.Boolean):
-        """All warps' products with the query's previous P are done, because the warps have met in the softmax.
-
-        O is rescaled while P goes to SMEM; the fence waits for them.
-        """
-        store_columns(w.qk, x.scores, w.p[None, None, place], w.thread)
-        self.rescale(x, fresh)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        w.meet()
-
-    @cute.jit
-    def rescale(self, x: Query, fresh: cutlass.Boolean):
+    def rescale(self, w: Adder, query: cutlass.Constexpr, factors: cute.Tensor, fresh: cutlass.Boolean):
         """O' in units of the new maxima. Where no column of the warp rose, the factors are exactly 1."""
-        factor = x.softmax.factor
-        rises = factor[0] != 1.0
-        for i in cutlass.range_constexpr(1, cute.size(factor)):
-            rises = rises | (factor[i] != 1.0)
+        rises = factors[0] != 1.0
+        for i in cutlass.range_constexpr(1, cute.size(factors)):
+            rises = rises | (factors[i] != 1.0)
         if not_(fresh) & cute.arch.vote_any_sync(rises):
-            for acc in x.out:
-                scale_columns(acc, factor)
+            self.scale(w, query, factors)
+
+    def values(self, w: Adder, stage: Int32, row: Int32, slab: int) -> cute.Tensor:
+        """(64 keys, 64 columns) from this row of a piece on. Rows are 128 bytes apart, so a product may begin with any:
+        the swizzle goes by the address.
+        """
+        c = self.config
+        first = w.smem.k.iterator + (stage * (c.tile_n * c.piece) + slab * (c.tile_n * SLAB) + row * SLAB)
+        layout = cute.make_layout(((8, c.keys // 8), (SLAB, 1)), stride=((SLAB, 8 * SLAB), (1, c.tile_n * SLAB)))
+        return cute.make_tensor(first, layout)
 
     @cute.jit
     def multiply_values(
-        self,
-        w: Consumer,
-        x: Query,
-        k: Int32,
-        offset: Int32,
-        fresh: cutlass.Boolean,
-        releases: cutlass.Constexpr,
+        self, w: Adder, k: Int32, weights: cute.Tensor, offsets: list, fresh: list, is_last: cutlass.Boolean
     ):
-        """O' += V' P', piece by piece of d, as one group; the last query hands each piece back while the next is
-        read.
+        """O' += V' P', for each of so many equal parts of the rows, piece by piece of d. It hands a piece back while
+        the next one is read, but for a group's last ones, whose place O takes.
         """
-        c = self.config
-        slabs, pv = c.piece // SLAB, cute.make_tiled_mma(cute.make_mma_atom(w.pv.op))
+        c, parts = self.config, len(offsets)
+        slabs, columns = c.piece // SLAB, c.rows // len(offsets)
+        pv = cute.make_tiled_mma(cute.make_mma_atom(w.pv[0 if parts > 1 else 1].op))
+        shape = accumulator(pv, columns).layout
         warpgroup.fence()
-        for i in cutlass.range_constexpr(c.pieces):
-            state = w.bar.k.at(k * c.pieces + i)
-            for j in cutlass.range_constexpr(slabs):
-                tile, out = self.tile_of_query(w, state.index, offset, SLAB, slab=j), x.out[i * slabs + j]
-                a = operand_a(pv, transposed(tile))
-                for block in cutlass.range_constexpr(c.keys // 16):
-                    pv.set(warpgroup.Field.ACCUMULATE, True if block else not_(fresh))
-                    cute.gemm(pv, out, a[None, None, block], x.p[None, None, block], out)
-            if cutlass.const_expr(releases):
-                warpgroup.commit_group()
-                if cutlass.const_expr(i > 0):
-                    warpgroup.wait_group(1)
-                    w.bar.k.at(k * c.pieces + i - 1).arrive_empty()
-        if cutlass.const_expr(releases):
-            warpgroup.wait_group(0)
-            w.bar.k.at((k + 1) * c.pieces - 1).arrive_empty()
-        else:
+        for i in cutlass.range_constexpr(c.pieces_of_adder):
+            state = self.piece(w, k, i)
+            for part in cutlass.range_constexpr(parts):
+                # of eight queries ptxas would have all descriptors at once, and serialise the products
+                row = keep(offsets[part]) if parts > 4 else offsets[part]
+                b = operand_b(pv, cute.local_tile(weights, (columns, SLAB), (part, 0)))
+                for j in cutlass.range_constexpr(slabs):
+                    acc = w.out[i * slabs + j]
+                    out = cute.make_tensor(acc.iterator + part * (cute.size(acc) // parts), shape)
+                    a = operand_a(pv, transposed(self.values(w, state.index, row, j)))
+                    for block in cutlass.range_constexpr(c.keys // 16):
+                        pv.set(warpgroup.Field.ACCUMULATE, True if block else not_(fresh[part]))
+                        cute.gemm(pv, out, a[None, None, block], b[None, None, block], out)
             warpgroup.commit_group()
+            if cutlass.const_expr(i > 0):
+                warpgroup.wait_group(1)
+                self.hand_back(w, k, i - 1, is_last)
+        warpgroup.wait_group(0)
+        self.hand_back(w, k, c.pieces_of_adder - 1, is_last)
 
     @cute.jit
-    def finish(self, x: Query, tile: RowTile, results: RowResults):
-        x.softmax.finish(tile, results)
-        for acc in x.out:
-            scale_columns(acc, x.softmax.factor)
+    def hand_back(self, w: Adder, k: Int32, i: cutlass.Constexpr, is_last: cutlass.Boolean):
+        if not_(is_last):
+            self.arrive_as_warp(self.piece(w, k, i).empty)
 
     @cute.jit
-    def store(self, w: Consumer, queries: list, tile: RowTile, output: tuple):
-        """Stores O through SMEM, and by TMA to memory, which leaves out heads and queries that do not exist."""
-        c, (tma_o, mO) = self.config, output
-        targets = []
-        for x in queries:
-            gO, sO = tma_tiles(tma_o, replace(tile, outer0=tile.outer0 + x.number).of(mO, c.tile_m, SLAB), w.p)
-            targets += [(x, gO, sO, slab) for slab in range(c.d // SLAB)]
-        for first in cutlass.range_constexpr(0, len(targets), c.places):
-            if cutlass.const_expr(first > 0):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                w.meet()
-            some = targets[first : first + c.places]
-            for i, (x, _, _, slab) in enumerate(some):
-                store_columns(w.pv, x.out[slab], w.p[None, None, i], w.thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            w.meet()
-            if cute.arch.make_warp_uniform(w.thread // 32) == 0:
-                with cute.arch.elect_one():
-                    for i, (_, gO, sO, slab) in enumerate(some):
-                        cute.copy(tma_o, sO[None, i], gO[None, slab])
-                    cute.arch.cp_async_bulk_commit_group()
+    def hand_over(self, w: Adder, wave: Int32, k: Int32):
+        """O, rounded, to where its last keys, the k-th tile, lay; for the warp that stores it."""
+        c = self.config
+        for side in cutlass.range_constexpr(ADDERS):
+            if w.side == side:
+                o = w.bar.o[side].at(wave)
+                o.wait_empty()
+                for slab, acc in enumerate(w.out):
+                    stage = self.piece(w, k, slab * SLAB // c.piece).index
+                    half = self.half_of_o(w.smem, stage, slab % (c.piece // SLAB))
+                    store_columns(w.pv[1], acc, half, w.thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.arrive_as_warp(o.full)
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:

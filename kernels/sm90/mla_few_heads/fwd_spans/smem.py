@@ -5,50 +5,63 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels.lib.column_softmax import WARPS
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import Ring
+from kernels.lib.rows import WARP
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import SLAB
 
-from .config import CONSUMERS, Config
+from .config import ADDERS, PLACES_OF_P, Config
+
+WARPS = WARPGROUP // WARP  # each arrives once when it has read, for all of its lanes
 
 
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers in SMEM."""
 
-    q: cute.Pointer  # full and empty, of each consumer's queries
     k: Ring  # pieces of key tiles, one after the other
-
-    def of_queries(self, consumer: Int32 | int) -> Ring:
-        return Ring(self.q + 2 * consumer, self.q + (2 * consumer + 1))
+    q: Ring
+    info: Ring
+    p: Ring  # with the factors by which O decays
+    last: Ring  # the factors that normalise O
+    o: tuple[Ring, ...]  # of each adder: O's half, in the place of the keys that it read last
 
     def initialise(self) -> None:
         """One thread initialises them."""
-        for consumer in range(CONSUMERS):
-            self.of_queries(consumer).initialise(1, WARPGROUP)
-        self.k.initialise(1, CONSUMERS * WARPGROUP)
+        self.k.initialise(1, 2 * WARPS)
+        self.q.initialise(1, WARPS)
+        self.info.initialise(WARP, (1 + ADDERS) * WARPS + ADDERS)
+        self.p.initialise(WARPGROUP, ADDERS * WARPS)
+        self.last.initialise(WARPGROUP, ADDERS * WARPS)
+        for o in self.o:
+            o.initialise(WARPS, 1)
 
 
 @dataclass(frozen=True)
 class Shared:
     """SMEM beside the barriers."""
 
-    q: cute.Tensor  # (heads, piece, pieces, queries of the CTA)
+    q: cute.Tensor  # (rows, piece, pieces)
     k: cute.Tensor  # (tile_n, piece, stages)
-    p: cute.Tensor  # (heads, keys, place, consumer): P first; O on its way out
-    found: cute.Tensor  # (warp, heads, queries of the CTA): see ColumnSoftmax
-    info: cute.Tensor  # (numbers, consumer): what the producer found
+    p: cute.Tensor  # (rows, keys, place)
+    factors: cute.Tensor  # (rows, place)
+    last: cute.Tensor  # (rows)
+    info: cute.Tensor  # (numbers, place): what the producer found
 
     @staticmethod
     def allocate(c: Config, dtype) -> tuple[Barriers, "Shared"]:
         smem = TileAllocator(dtype)
         k = smem.tile(c.tile_n, c.piece, c.stages)
-        q = smem.tile(c.tile_m, c.piece, c.pieces, c.group)
-        p = smem.tile(c.tile_m, SLAB, c.places, CONSUMERS)
-        found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m, c.group)), 16)
-        info = smem.allocate_tensor(Int32, cute.make_layout((c.numbers, CONSUMERS)), 16)
-        first = smem.allocate_array(Int64, 2 * CONSUMERS + 2 * c.stages)
-        ring = Ring(first + 2 * CONSUMERS, first + (2 * CONSUMERS + c.stages), c.stages)
-        return Barriers(first, ring), Shared(q, k, p, found, info)
+        q = smem.tile(c.rows, c.piece, c.pieces)
+        p = smem.tile(c.rows, SLAB, PLACES_OF_P)
+        factors = smem.allocate_tensor(Float32, cute.make_layout((c.rows, PLACES_OF_P)), 16)
+        last = smem.allocate_tensor(Float32, cute.make_layout(c.rows), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((c.numbers, 2)), 16)
+        sizes = (c.stages, 1, 2, PLACES_OF_P, 1, *(1 for _ in range(ADDERS)))
+        first = smem.allocate_array(Int64, 2 * sum(sizes))
+        rings = []
+        for i, stages in enumerate(sizes):
+            at = first + 2 * sum(sizes[:i])
+            rings.append(Ring(at, at + stages, stages))
+        return Barriers(*rings[:5], tuple(rings[5:])), Shared(q, k, p, factors, last, info)
