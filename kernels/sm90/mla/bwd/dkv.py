@@ -65,10 +65,10 @@ class Consecutive:
     first: Int64  # address of the thread's first key, in its column of a chunk
     after: Int32  # how many keys come after that one; negative where it is not there itself
     step: Int32  # bytes from a key to the next
-    apart: int  # keys from one of the thread's to the next
+    keys: int  # from one of the thread's to the next
 
     def of_key(self, i: int) -> tuple[Int64, Int32]:
-        return self.first + Int64(self.step * self.apart) * i, self.after - i * self.apart
+        return self.first + Int64(self.step * self.keys) * i, self.after - i * self.keys
 
 
 class Chunk(NamedTuple):
@@ -167,9 +167,9 @@ class KvGradient:
         step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
         step = step * (c.d * c.sum_bytes)
         if c.consecutive:
-            row, apart = (staged_row(thread, 0), 4) if c.cluster == 1 else (row_of(thread, 0), 8)
+            row, keys = (staged_row(thread, 0), 4) if c.cluster == 1 else (row_of(thread, 0), 8)
             key = listed[0] + row
-            return Consecutive(gradient + column * c.sum_bytes + Int64(key) * step, stop - 1 - key, step, apart)
+            return Consecutive(gradient + column * c.sum_bytes + Int64(key) * step, stop - 1 - key, step, keys)
         return Destination(gradient + column * c.sum_bytes, listed, step)
 
     @cute.jit

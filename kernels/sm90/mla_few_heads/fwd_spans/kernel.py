@@ -56,7 +56,7 @@ from .config import ADDERS, Config
 from .smem import WARPS, Barriers, Shared
 from .softmax import QuerySoftmax
 
-TILES, PASSES, TOGETHER, LAST, OFFSETS, SEEING, LENGTHS = range(PUBLISHED, PUBLISHED + 7)  # places of published numbers
+TILES, PASSES, TIED, LAST, OFFSETS, SEEING, LENGTHS = range(PUBLISHED, PUBLISHED + 7)  # places of published numbers
 FAR = 2**30
 
 
@@ -71,7 +71,7 @@ class Group:
     hi: Int32
     tiles_of_pass: Int32  # where there is one
     passes: Int32
-    together: cutlass.Boolean  # all begin with the same key
+    tied: cutlass.Boolean  # all begin with the same key
     all_tiles: Int32  # of all passes
     offsets: Int32  # by how many keys each begins later than a pass, in four bits
     seeing: Int32  # a bit for each that sees a key
@@ -94,15 +94,15 @@ class Seen:
     tile: RowTile
     tiles_of_pass: Int32
     passes: Int32
-    together: cutlass.Boolean
+    tied: cutlass.Boolean
     offsets: Int32
     seeing: Int32
 
     @staticmethod
     def read(info: cute.Tensor, n: Extents) -> "Seen":
-        places = (TILES, PASSES, TOGETHER, OFFSETS, SEEING)
-        tiles, passes, together, *of_queries = (cute.arch.make_warp_uniform(info[i]) for i in places)
-        return Seen(info, RowTile.read(info, n), tiles, passes, together != 0, *of_queries)
+        places = (TILES, PASSES, TIED, OFFSETS, SEEING)
+        tiles, passes, tied, *of_queries = (cute.arch.make_warp_uniform(info[i]) for i in places)
+        return Seen(info, RowTile.read(info, n), tiles, passes, tied != 0, *of_queries)
 
     def length(self, query: Int32) -> Int32:
         return cute.arch.make_warp_uniform(self.info[LENGTHS + query])
@@ -240,7 +240,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
             state.wait_empty()
             if lane == 0:
                 tile.publish(info)
-                info[TILES], info[PASSES], info[TOGETHER] = group.tiles_of_pass, group.passes, Int32(group.together)
+                info[TILES], info[PASSES], info[TIED] = group.tiles_of_pass, group.passes, Int32(group.tied)
                 info[LAST], info[OFFSETS], info[SEEING] = before - 1, group.offsets, group.seeing
             if lane < c.group:
                 info[LENGTHS + lane] = group.length
@@ -414,7 +414,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
                     is_last = (p == seen.passes - 1) & (t == tiles - 1)
                     offsets = [seen.offset(query) for query in range(c.group)]
                     fresh = [(t == 0) & seen.is_fresh(query, p) for query in range(c.group)]
-                    self.add_tile(w, before + t, offsets, fresh, seen.together, is_last)
+                    self.add_tile(w, before + t, offsets, fresh, seen.tied, is_last)
                 before = before + tiles
             self.arrive_as_warp(state.empty)
             last = bar.last.at(wave)
@@ -454,7 +454,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
         k: Int32,
         offsets: list,
         fresh: list,
-        together: cutlass.Boolean,
+        tied: cutlass.Boolean,
         is_last: cutlass.Boolean,
     ):
         """This CTA's k-th tile of keys, from each query's first one on."""
@@ -465,7 +465,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
         for i in cutlass.range_constexpr(c.pieces_of_adder):
             self.piece(w, k, i).wait_full()
         weights = w.smem.p[None, None, p.index]
-        if together:
+        if tied:
             self.multiply_values(w, k, weights, offsets[:1], fresh[:1], is_last)
         else:
             self.multiply_values(w, k, weights, offsets, fresh, is_last)
