@@ -397,10 +397,22 @@ def address_again(here: Int32, rank: Int32) -> Int32:
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,))[0]
 
 
+def load_of(here: Int32, rank: int) -> Int32:
+    """A number of a CTA of the cluster, from its same place as here."""
+    return ptx("ld.shared::cluster.s32 $0, [$1];", address_in(here, Int32(rank)), gives=(Int32,))[0]
+
+
 def load_four_of(here: Int32, rank: int) -> tuple[Float32, ...]:
     """Four numbers of a CTA of the cluster, from its same place as here."""
     there = address_in(here, Int32(rank))
     return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", there, gives=(Float32,) * 4)
+
+
+def load_matrices(address: Int32) -> tuple[Int32, ...]:
+    """Four matrices of 8 x 8 numbers of 16 bits: lane i says where row i % 8 of matrix i / 8 is, and gets two
+    neighbours of row i / 4 of each."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return ptx(text, Int32(address), gives=(Int32,) * 4)
 
 
 def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32, offset: int | None = None) -> None:

@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 from kernels.abi import TopK
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP
-from kernels.lib.ptx import address_in, max_u32, min_u32, ptx, rank_of
+from kernels.lib.ptx import load_of, max_u32, min_u32, rank_of
 from kernels.lib.rows import ceil_div, load, store
 
 from .chooser import Row, count_one, load_vector
@@ -278,11 +278,6 @@ class SharedChooser:
                 over_before += Int32(is_over)
                 equal_before += Int32(is_equal)
         return over, equal
-
-
-def load_of(here: Int32, rank: int) -> Int32:
-    """A number of a CTA of the cluster, from its same place as here."""
-    return ptx("ld.shared::cluster.s32 $0, [$1];", address_in(here, Int32(rank)), gives=(Int32,))[0]
 
 
 class SharedTopKKernel(TopKKernel):

@@ -29,9 +29,9 @@ from kernels.lib.ptx import (
     bits_of,
     keep,
     load_four_if,
+    load_matrices,
     load_shared,
     load_shared_four,
-    ptx,
     round_pair,
     store_shared_words,
 )
@@ -217,13 +217,6 @@ def store_zeros(rows: RowOperands, tile: PlacedTile, thread: Int32, side: cutlas
     zeros.fill(0.0)
     for column in cutlass.range_constexpr(side * c.half, (side + 1) * c.half, STORED):
         store_output(zeros, ones, rows.dq, tile, boxed, column, thread, c.d)
-
-
-def load_matrices(address: Int32) -> tuple[Int32, ...]:
-    """Four matrices of 8 x 8 numbers of 16 bits: lane i says where row i % 8 of matrix i / 8 is, and gets two
-    neighbours of row i / 4 of each."""
-    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    return ptx(text, Int32(address), gives=(Int32,) * 4)
 
 
 def load_rows(q: cute.Tensor, slab: int, block: int, thread: Int32) -> tuple:
