@@ -34,7 +34,7 @@ from ._definitions.indexer import indexer_blocks, indexer_loss, indexer_scores, 
 from ._definitions.log_space import finite, logsumexp, sigmoid
 from ._definitions.packed import dequantize_cache
 from ._definitions.query_blocks import over_queries
-from ._definitions.span import Span
+from ._definitions.span import Span, of_keys_from
 
 __all__ = [
     "dsv4_attention",
@@ -198,10 +198,10 @@ def dsv4_attention(
     s_q, q32 = q.shape[1], q.astype(_FP32)
     if products is not None:
         q32, window_kv, compressed_kv = rounded_for_products(q, window_kv, compressed_kv)
-    own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
-    stop = own + 1 if window_lengths is None else jnp.minimum(own + 1, window_lengths[:, None])
-    start = jnp.maximum(jnp.maximum(own, window - 1) - (window - 1), _front(kv_offset))
-    near = Span(start, stop) if span is None else Span(start, stop) & span
+    own = _positions(s_q, jnp.asarray(q_offset, jnp.int32))
+    near = of_keys_from(kv_offset, Span(jnp.maximum(own, window - 1) - (window - 1), own + 1))
+    near = near if window_lengths is None else near & Span(0, window_lengths[:, None])
+    near = near if span is None else near & span
     parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale, products=products)]
     if compressed_kv is not None and compressed_kv.shape[1] > 0:
         past = 2**31 - 1 if ratio is None else (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio
@@ -233,11 +233,6 @@ def rounded_for_products(q: jax.Array, *keys: jax.Array | None) -> tuple[Any, ..
     """
     unit = unit_of_keys(*(x for x in keys if x is not None))
     return e4m3.rounded(q, -1), *(None if x is None else e4m3.codes(x, unit).astype(_FP32) * unit for x in keys)
-
-
-def _front(kv_offset: Any) -> jax.Array:
-    """int32 [1 or b, 1]: the index of position 0 among entries that begin at kv_offset."""
-    return -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale", "products"))

@@ -526,7 +526,8 @@ def test_sizes_of_models(name, moe, everything, active):
 
 
 @pytest.mark.parametrize(
-    "program, options", [(serve, ("--fp8", "--fp4", "--random", "--pages")), (train, ("--remat", "--keep"))]
+    "program, options",
+    [(serve, ("--fp8", "--fp4", "--fp8-products", "--random", "--pages")), (train, ("--remat", "--keep"))],
 )
 def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["program", "--help"])
@@ -560,6 +561,24 @@ def test_serve(capsys, in_place):
         assert best[i, len(r.prompt) - 1 :][:12].tolist() == r.said
         assert re.findall(rf"^\[{i}\] (\d+)", said, re.M) == [str(t) for t in r.said]
     assert re.search(r"^174 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
+
+
+@pytest.mark.slow
+def test_serving_by_fp8_products(monkeypatch, capsys):
+    """Prompts are read by them, in every layer and with drafts too, and a request says what it says alone."""
+    rng = np.random.default_rng(0)
+    prompts = [" ".join(map(str, rng.integers(0, 64, n))) for n in (40, 21)]
+    monkeypatch.setattr("sys.argv", ["program", "--fp8-products"])
+    how = {"wanted": 6, "room": 48, "chunk": 16, "page": 16, "products": serve.arguments()["products"]}
+    requests = serve.main(prompts, **how, places=2)
+    for line, request in zip(prompts, requests, strict=True):
+        (alone,) = serve.main([line], **how, places=1, speculate=2)
+        assert alone.said == request.said and len(request.said) == 6
+    with common.mesh_of(1, 1, data=1) as mesh:
+        model, params = common.opened(None, mesh, jnp.bfloat16)
+    tokens = requests[0].prompt[None, :32]
+    usual, rounded = (m(params, tokens) for m in (model, model.with_products("float8_e4m3fn")))
+    assert 1e-3 < np.linalg.norm(rounded - usual) / np.linalg.norm(usual) < 0.2
 
 
 def test_a_random_v41(monkeypatch, capsys):

@@ -59,6 +59,10 @@ class DSpark:
         model = dataclasses.replace(model, seen=tuple(c["dspark_target_layer_ids"]))
         return cls(model, stack, c["dspark_block_size"], c["dspark_noise_token_id"], c["dspark_markov_rank"])
 
+    def with_products(self, products: str | None) -> "DSpark":
+        """As `Model.with_products`; a draft is made as without."""
+        return dataclasses.replace(self, model=self.model.with_products(products))
+
     @property
     def vocabulary(self) -> int:
         return self.model.vocabulary

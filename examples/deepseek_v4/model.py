@@ -146,6 +146,12 @@ class Model:
             engrams=engrams,
         )
 
+    def with_products(self, products: str | None) -> "Model":
+        """The same with this choice of its layers: by which products prompts are read (`DSV4Attention.products`)."""
+        return dataclasses.replace(
+            self, layers=tuple(dataclasses.replace(layer, products=products) for layer in self.layers)
+        )
+
     @property
     def hidden(self) -> int:
         return self.layers[0].hidden

@@ -150,6 +150,22 @@ def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) ->
     return functools.reduce(operator.and_, bounded).bounds(b, s_q, s_kv, op)
 
 
+def of_keys_from(first: Any, span: Span) -> Span:
+    """What `span`, of positions, shows of keys of which the first has position `first`, an int or int32 `[b]`.
+
+    No bound is negated: ptxas may lose the minus before a maximum whose maximum is taken (docs/verification.md).
+    """
+    known = isinstance(first, int | np.integer) and not isinstance(span.start, jax.Array)
+    first = (np if known else jnp).asarray(first, np.int32).reshape(-1, 1)
+
+    def at(position: Any) -> Any:
+        xp = _numpy_of(position, first)
+        position = xp.maximum(position, 0)
+        return position - xp.maximum(first, position - (2**31 - 1))  # written so that nothing wraps around
+
+    return dataclasses.replace(span, start=at(span.start), stop=at(span.stop), from_first=False)
+
+
 def positions_of(ids: jax.Array) -> jax.Array:
     """int32 `[b, s]`: how far each token is from the first of its run of equal ids."""
     i = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]

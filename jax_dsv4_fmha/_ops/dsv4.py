@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
-from .._definitions.span import Span, shown_by_all
+from .._definitions.span import Span, of_keys_from, shown_by_all
 from .._dispatch.attend import attend, support_of, takes_turns
 from .._dispatch.cached import CachedSource
 from .._dispatch.sources import SelectionSource, Source, SpanSource
@@ -232,8 +232,7 @@ def dsv4_attention(
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:
     """The window entries that queries see: none at positions below 0."""
-    front = -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
-    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset)) & Span(front, 2**31 - 1)
+    span = of_keys_from(kv_offset, Span.sliding_window(s_q, window, q_offset))
     return span if window_lengths is None else span & Span.lengths(window_lengths)
 
 

@@ -11,7 +11,6 @@ from .. import Cache, _check
 from .._definitions import explicit_axes
 from .._definitions.e4m3 import E4M3
 from .._definitions.packed import LAYOUTS
-from .._host import library
 from . import _operands
 from ._joined import JOINED
 from .compressor import Compressor
@@ -58,15 +57,6 @@ def fitting(layer: DSV4Attention) -> None:
         raise _check.error(ValueError, _OP, "sparse", layer.sparse, "False with ratio 0")
     if layer.indexer is not None:
         fitting_indexer(layer, layer.indexer)
-
-
-def runs_here(layer: DSV4Attention, implementation: _check.Implementation | None) -> None:
-    """Raises where kernels would multiply in e4m3: a layer of three in one program was wrong on an H100, and the cause
-    is not known (docs/verification.md). The call of one layer, and attention outside of layers, were right.
-    """
-    if layer.products is not None and implementation != "reference" and library.local_architectures():
-        wanted = "None on a GPU, or implementation='reference': layers by these products were wrong there"
-        raise _check.error(NotImplementedError, _OP, "products", layer.products, wanted)
 
 
 def fitting_indexer(layer: DSV4Attention, indexer: Indexer) -> None:

@@ -64,7 +64,7 @@ class DSV4Attention:
         (docs/semantics.md).
       products: as in `dsv4_attention`, for attention in prompts and chunks, which then has no gradient. A chunk reads
         entries from the bytes of a packed cache, and unpacks none to bfloat16. Steps stay as they are: they wait for
-        keys, not for products. On a GPU it takes implementation="reference" (docs/verification.md says why).
+        keys, not for products.
 
     Raises:
       ValueError, TypeError: sizes out of range, or a compressor or an indexer that does not fit the layer.
@@ -247,10 +247,8 @@ class DSV4Attention:
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
-          NotImplementedError: `products` on a GPU, and not implementation="reference".
         """
         b, s = _checks.operands(self, params, x, cache, shared, indices)
-        _checks.runs_here(self, implementation)
         order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
         if zigzag is not None and cache is not None:
             raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
