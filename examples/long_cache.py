@@ -42,9 +42,19 @@ def number_held(entries, device, n):
     return rounds * TURN + jnp.clip(rest - device * TURN, 0, TURN)
 
 
-def number_before(score, entry, scores, entries):
-    """How many of all candidates come before each: those that score higher, and the lower entries of its own score."""
-    return ((scores > score) | ((scores == score) & (entries < entry))).sum(-1)
+def candidates(scores, indices, device, n):
+    """int32 `[2, b, s_q, topk]`, one array to send: the scores' bits, and the numbers of the entries."""
+    score = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # which come last, but before those that are absent
+    entry = jnp.where(indices < 0, 2**31 - 1, (indices // TURN * n + device) * TURN + indices % TURN)
+    return jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), entry])
+
+
+def number_before(mine, of_all):
+    """How many of all devices' `[n, 2, b, s_q, topk]` come before each of `mine`: those that score higher, and the
+    lower entries of its own score."""
+    score, entry = jax.lax.bitcast_convert_type(mine[0], jnp.float32)[..., None], mine[1][..., None]
+    scores, entries = jax.lax.bitcast_convert_type(of_all[:, 0], jnp.float32)[..., None, :], of_all[:, 1, ..., None, :]
+    return ((scores > score) | ((scores == score) & (entries < entry))).sum((0, -1))
 
 
 def append(held, mesh, entry, key, place):
@@ -76,10 +86,8 @@ def attend(q, index_q, weights, window_cache, held, lengths, sink, *, mesh, rati
         seen = Span(0, number_held(jnp.maximum(positions + 1, 0) // ratio, me, n))
         indices, scores = lightning_indexer(index_q, keys, weights, topk=topk, span=seen, return_scores=True)
 
-        score = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # which come last, but before those that are absent
-        entry = jnp.where(indices < 0, 2**31 - 1, (indices // TURN * n + me) * TURN + indices % TURN)
-        of_all = (jax.lax.all_gather(x, ring, axis=-1, tiled=True)[..., None, :] for x in (score, entry))
-        chosen = number_before(score[..., None], entry[..., None], *of_all) < topk
+        of_all = jax.lax.all_gather(candidates(scores, indices, me, n), ring)
+        chosen = number_before(of_all[me], of_all) < topk
 
         page = jnp.where(me == 0, jnp.arange(len(lengths)), -1)  # others have no page of the window
         recent = Cache(window_cache.entries, page[:, None])
