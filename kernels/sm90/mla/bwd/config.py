@@ -100,8 +100,8 @@ class Config:
 
     @property
     def pieces_in_order(self) -> tuple[int, ...]:
-        """The pieces of Q and dO as they come. Of rows that are turned the last one does first: left's few chunks free
-        it early, so that there is time to turn it."""
+        """The pieces of Q and dO as they come. The last one comes first if rows are turned: left's few chunks free it
+        early, so that there is time to turn it."""
         pieces = range(self.pieces)
         return (pieces[-1], *pieces[:-1]) if self.turns else tuple(pieces)
 
