@@ -17,11 +17,16 @@ So `numbers` gives an interval for each number of o, which is wide only where th
 is an end of it, rounded, or between them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from interpreter.kernels import attention
+from jax_dsv4_fmha._testing.compare import KERNEL
+from tests import helpers
 
 BITS = 13  # after the leading one, of what is added at once
 DEPTH = 32  # products of codes that are added at once
@@ -174,3 +179,27 @@ def hca_fwd_e4m3(
 
 
 OF_OP = {"csa_fwd_e4m3": csa_fwd_e4m3, "hca_fwd_e4m3": hca_fwd_e4m3}
+
+
+# ---- whether a GPU is right
+
+
+def assert_within(got: Any, made: Numbers) -> None:
+    """Every number of o, and lse by the bound of kernels by bfloat16."""
+    o, lse = got
+    low, high = ((made.o + x * made.slack).astype(o.dtype) for x in (-1, 1))
+    outside = (o < low) | (o > high) | jnp.isnan(o)
+    assert not outside.any(), f"{outside.sum()} of {o.size}"
+    helpers.assert_right((lse,), (made.lse,), {"lse": KERNEL["lse"]})
+
+
+def assert_right(got: Any, x: attention.Operands, scale: float) -> None:
+    """What a GPU answers: where products are of e4m3, by its sums, and otherwise by `attention.assert_right`."""
+    if x.units is None:
+        attention.assert_right(got, x, scale)
+    else:
+        assert_within(map(jnp.asarray, got), of_operands(x, scale))
+
+
+def of_operands(x: attention.Operands, scale: float, sums: Sums = in_place) -> Numbers:
+    return jax.jit(functools.partial(OF_OP[x.op], scale=scale, sums=sums))(*map(jnp.asarray, x.arguments()))

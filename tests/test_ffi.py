@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from interpreter.kernels import native
-from interpreter.kernels.attention import assert_right, operands
+from interpreter.kernels.attention import operands
 from interpreter.kernels.launch import SWIZZLES
 from interpreter.kernels.native import (
     Shape,
@@ -51,6 +51,7 @@ from kernels.abi import ANY, FORWARD_OPS, Combine, Forward
 from kernels.packings import PACKED
 from kernels.params import TILING, gathers
 from kernels.variants import VARIANTS
+from tests.hopper_e4m3 import assert_right
 from tests.oracle import HostStub
 
 SHAPES = [

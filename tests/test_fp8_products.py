@@ -12,17 +12,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from interpreter.kernels import attention
 from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache
 from jax_dsv4_fmha._definitions import e4m3
 from jax_dsv4_fmha._dispatch import attend, products, tables
 from jax_dsv4_fmha._host import key_codes
-from jax_dsv4_fmha._testing.compare import KERNEL
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, from_config
+from kernels.abi import Forward
+from kernels.variants import VARIANTS
 from tests import hopper_e4m3, retrieval
 from tests.helpers import assert_right
 
 E4M3_PRODUCTS = "float8_e4m3fn"
 LOG2_E = np.log2(np.e)
+E4M3_KERNELS = [v for v in VARIANTS if isinstance(v, Forward) and v.is_e4m3]
 
 
 def operands(b=2, s_q=12, h=3, s_c=40, topk=20, d=64, std=1.0, dtype=jnp.bfloat16):
@@ -417,12 +420,8 @@ def codes_by_definition(monkeypatch):
 
 
 def assert_within(got, modelled):
-    """Every number of o, and lse by the bound of kernels by bfloat16."""
-    (o, lse), (made, want) = got, modelled
-    low, high = ((made.real + x * made.imag).astype(o.dtype) for x in (-1, 1))
-    outside = (o < low) | (o > high) | jnp.isnan(o)
-    assert not outside.any(), f"{outside.sum()} of {o.size}"
-    assert_right((lse,), (want,), {"lse": KERNEL["lse"]})
+    made, lse = modelled
+    hopper_e4m3.assert_within(got, hopper_e4m3.Numbers(made.real, lse, made.imag))
 
 
 @pytest.mark.usefixtures("codes_by_definition")
@@ -506,6 +505,21 @@ def test_a_kernel_that_sums_otherwise_is_found(fault):
         got = modelled_list(**changed)
     with pytest.raises(AssertionError):
         assert_within((got.o.astype(jnp.bfloat16), want.lse if fault.startswith("sums of P V") else got.lse), modelled)
+
+
+@pytest.mark.parametrize("variant", E4M3_KERNELS, ids=lambda v: v.key)
+def test_operands_of_kernels_are_judged_by_a_gpus_sums(variant):
+    """With sums in float32 numbers are float64's, by the bounds of kernels; as sums of a GPU they are wrong."""
+    x, scale = attention.operands(variant, s_q=9, h_q=5), variant.d**-0.5
+    o, lse, _ = hopper_e4m3.of_operands(x, scale, hopper_e4m3.in_float32)
+    in_float32 = np.asarray(o.astype(jnp.bfloat16)), np.asarray(lse)
+    attention.assert_right(in_float32, x, scale)
+    o, lse, _ = hopper_e4m3.of_operands(x, scale)
+    on_a_gpu = np.asarray(o.astype(jnp.bfloat16)), np.asarray(lse)
+    hopper_e4m3.assert_right(on_a_gpu, x, scale)
+    for got in (in_float32, (in_float32[0], on_a_gpu[1]), (on_a_gpu[0], in_float32[1])):
+        with pytest.raises(AssertionError):
+            hopper_e4m3.assert_right(got, x, scale)
 
 
 @pytest.mark.gpu

@@ -5,9 +5,10 @@ import ctypes
 import numpy as np
 import pytest
 
-from interpreter.kernels.attention import assert_right, operands
+from interpreter.kernels.attention import operands
 from interpreter.kernels.native import cubin, plan, variant_of
 from jax_dsv4_fmha._host import library, split_kv
+from tests.hopper_e4m3 import assert_right
 
 driver = pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.gpu

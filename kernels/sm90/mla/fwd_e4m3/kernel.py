@@ -494,6 +494,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 for m in cutlass.range_constexpr(len(out)):
                     x = by_column(out[m])
                     target[m] = round_pair(x[i, 0] * factor, x[i, 1] * factor, o.dtype)
+        cute.arch.sync_warp()  # lanes part where there are fewer heads: all have read their factors
         arrive_if(state.empty, Int32(lane == 0))
 
 
