@@ -26,6 +26,7 @@ from kernels.cache import default_folder, evict
 from tests.helpers import ONE_BUILT, QUICK, assert_in_place, every_kernel
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
+jax.config.update("jax_cpu_enable_async_dispatch", False)  # else threads take turns at programs of microseconds
 jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
 gc.freeze()
 gc.set_threshold(200_000, 20, 100)

@@ -16,7 +16,9 @@ import numpy as np
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
 
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+QUICK = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 """Flags of XLA: most programs here are small and run once, and compiling them takes far longer than what is saved."""
 
 
