@@ -35,7 +35,7 @@ quick: installed lint ## lint, and every test that is not slow and neither compi
 test: build .venv/.tools ## set up, build every kernel, and run all tests except those of test-slow and test-faults
 	$(PYTEST) -m 'not (fuzz or slow or faults)'
 
-test-slow: build .venv/.tools ## run the tests that take longer than ten seconds
+test-slow: build .venv/.tools ## run the tests that take longer than ten seconds, or show much of what a shorter one shows
 	$(PYTEST) -m slow
 
 test-faults: build .venv/.tools ## plant faults in the PTX and the sources of kernels, which the interpreter has to find

@@ -594,7 +594,13 @@ def test_a_random_v41(monkeypatch, capsys):
     assert layers[2].indexer.candidate_blocks and layers[4].indexer.within_candidates
 
 
-@pytest.mark.parametrize("config", [common.SMALL | SIZES | WINDOWS, CONFIGS["v4.1"]], ids=["v4", "v4.1"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(common.SMALL | SIZES | WINDOWS, id="v4"),
+        pytest.param(CONFIGS["v4.1"], id="v4.1", marks=pytest.mark.slow),
+    ],
+)
 def test_drafts(config):
     """Against loops in float64, after a prompt in chunks and steps whose drafts are taken back. V4.1's layers
     for drafts see the streams behind an engram and before the last layer, round latents, and have fewer experts.

@@ -142,7 +142,7 @@ def test_train_step():
     assert losses[-1][0] < losses[0][0] - 1 and losses[-1][1] < 0.8 * losses[0][1]  # losses of tokens; of the indexer
 
 
-@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize("speculate", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_serve(speculate, capsys, in_place):
     """Requests come and go in two places, over too few pages; greedy ones say what they say alone, with drafts too."""
     with jax.default_matmul_precision("float32"):
@@ -187,7 +187,7 @@ def test_serve_refuses_what_never_fits():
         server.submit(serve.Request(np.arange(1, 20), 10, 0.0))
 
 
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("page", [pytest.param(0, marks=pytest.mark.slow), 16])
 def test_generate(page, capsys, in_place):
     """Steps give the logits of prefill, across the first entry of ratio 128 and around the rings."""
     with jax.default_matmul_precision("float32"):

@@ -10,7 +10,7 @@ import pytest
 
 from jax_dsv4_fmha import indexer_loss
 from jax_dsv4_fmha.layers import Shared
-from tests.test_layers import MODELS, hidden, model, random_params, stack
+from tests.test_layers import hidden, model, random_params, stack
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
@@ -29,7 +29,7 @@ def replayed(name, x, choices):
     return x
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
 def test_replay_of_generation(name):
     """A chunk and steps leave the choice of each token; a prompt that is given them sees the same entries."""
     layers, _ = model(name)

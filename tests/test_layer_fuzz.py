@@ -155,7 +155,9 @@ KEPT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("history", KEPT, ids=lambda x: x.model)
+@pytest.mark.parametrize(
+    "history", [pytest.param(x, id=x.model, marks=[pytest.mark.slow] * (x.model == "v4.1")) for x in KEPT]
+)
 def test_kept(history):
     check(history)
 

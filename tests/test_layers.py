@@ -153,7 +153,7 @@ def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
         lengths += 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
 def test_joined_parameters(name):
     """A chunk and a step give with joined parameters what they give with separate ones."""
     layers, _ = model(name)
@@ -169,7 +169,7 @@ def test_joined_parameters(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
 def test_pages_come_go_and_are_shared(name):
     """Three sequences with one table and 5 pages of 16 tokens, where each alone would need 3.
 
