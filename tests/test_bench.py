@@ -142,7 +142,7 @@ class TestBench:
             devices.SequenceRow(tokens=256, ratio=4, has_gradient=True),
             devices.LongCacheRow(b=2, tokens=1024),
             devices.LongCacheRow(b=2, tokens=1024, layers=2),
-            devices.SequenceRow(tokens=1024, ratio=128, is_zigzag=True),
+            pytest.param(devices.SequenceRow(tokens=1024, ratio=128, is_zigzag=True), marks=pytest.mark.slow),
             devices.SequenceRow(tokens=256, ratio=0, devices=9),
         ],
         ids=["sequence", "cache", "cache of layers", "zigzag", "too many"],

@@ -14,6 +14,7 @@ from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
 from kernels.abi import ANY, Combine, Forward
+from kernels.packings import PACKED
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 V41, V41_FP4, V4_FP4 = "v41_fp8", "v41_fp4", "v4_fp4"
@@ -34,9 +35,9 @@ QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("t
 """of kernels that turn q, whose code is else that of others; their other cases are slow together"""
 
 
-def marked(key: str, case: str) -> Any:
+def marked(key: str, case: str, is_slow: bool = False) -> Any:
     variant = native.variant_of(key)
-    is_slow = variant.turns and case not in QUICK[variant.op]
+    is_slow |= variant.turns and case not in QUICK[variant.op]
     is_slow |= variant.is_e4m3 and case == "mixed"
     return pytest.param(key, case, marks=pytest.mark.slow) if is_slow else (key, case)
 
@@ -98,10 +99,17 @@ def test_is_right_in_any_order(key, case):
         assert_as_on_hardware(results[0], hardware.RUNS[key], x)
 
 
-@pytest.mark.parametrize(("key", "case"), [marked(*x) for x in RUNS if x[1] == "turns" and splits_in_bfloat16(x[0])])
+def is_packed(key: str) -> bool:
+    return not PACKED.keys().isdisjoint(native.variant_of(key).sources)
+
+
+@pytest.mark.parametrize(
+    ("key", "case"),
+    [marked(*x, is_packed(x[0])) for x in RUNS if x[1] == "turns" and splits_in_bfloat16(x[0])],
+)
 def test_splits_are_merged_right(key, case):
     """With more splits than some rows have key tiles, and with rows that see nothing. The case "tiles" is among what
-    the hardware has answered.
+    the hardware has answered, of packed keys too.
     """
     x, (seed, *_) = operands(key, case), seeds(key, case)
     forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
