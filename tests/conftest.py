@@ -1,10 +1,12 @@
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import os
 import shutil
 import tempfile
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from jax._src.interpreters import mlir
 
 from interpreter.faults import PlantedFault
 from interpreter.kernels.launch import Kernel
@@ -39,6 +42,27 @@ def compile_quickly() -> None:
         jax.local_devices()
 
 
+def share_contexts(programs: int = 100) -> None:
+    """The tests' thread lowers that many programs in one MLIR context, as any thread does ten with JAX 0.11.2. JAX 0.10
+    makes one for each, and most programs here take less to lower than to load all dialects into it. Threads of XLA's
+    lower as ever: they end without an interpreter, and may leave nothing to it.
+    """
+    make, thread = mlir.make_ir_context, threading.get_ident()
+    lowered = itertools.count()
+    context = None
+
+    def shared() -> Any:
+        nonlocal context
+        if threading.get_ident() != thread:
+            return make()
+        if next(lowered) % programs == 0:  # a context keeps the constants of all its programs
+            context = make()
+        return context
+
+    mlir.make_ir_context = shared
+
+
+share_contexts()
 if shutil.which("nvidia-smi") is None:  # the level is of GPUs, too, where tests measure times
     compile_quickly()
 
