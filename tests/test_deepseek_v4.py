@@ -148,6 +148,7 @@ def test_shards(name, shape):
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
 
 
+@pytest.mark.slow
 def test_speed(tmp_path, capsys):
     """A row for each piece of work, with the time of every kind of layer and the sum over all layers."""
     kinds = [f"{common.KINDS[i]}_attention" for i in (0, 1, 2, 1)]

@@ -181,7 +181,8 @@ def passes(layers, params, x, shared_by, caches, method, **at):
     return x, kept
 
 
-@pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [False, True])
 def test_index_keys_of_v41_in_4_bits(paged):
     """Bit by bit a model's chunk and steps are what they are over keys in bfloat16, in one level and in two: packed
     caches have the keys in 4 bits, because they lose nothing so."""

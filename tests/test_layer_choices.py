@@ -153,7 +153,7 @@ def test_errors():
         layers[1].step(params[1], x[:, :1], layers[1].cache(2, 9, jnp.float32), lengths=1, indices=indices[:, :1] * 1.0)
 
 
-@pytest.mark.parametrize("form", ["prompt", "chunk", "step"])
+@pytest.mark.parametrize("form", ["prompt", pytest.param("chunk", marks=pytest.mark.slow), "step"])
 def test_a_layer_that_chooses_blocks_chooses_within_them(form):
     """Enough blocks have all of the greatest entries, so it chooses what it would choose of everything."""
     layers, params = model("v4.1")
