@@ -28,7 +28,10 @@ def resolution(
 
     def greatest(x: jax.Array) -> jax.Array:
         x = jnp.abs(x.astype(jnp.float32))
-        return jnp.max(jnp.where(sees.reshape(*sees.shape, *[1] * (x.ndim - 3)), x, 0), initial=0)
+        of_rows = (
+            x if x.ndim == 3 else jnp.max(x, -1, initial=0)
+        )  # of do XLA makes them where it makes delta, in one pass
+        return jnp.max(jnp.where(sees, of_rows, 0), initial=0)
 
     def finite(x: jax.Array) -> jax.Array:
         return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32), initial=0)
