@@ -28,9 +28,8 @@ def resolution(
 
     def greatest(x: jax.Array) -> jax.Array:
         x = jnp.abs(x.astype(jnp.float32))
-        of_rows = (
-            x if x.ndim == 3 else jnp.max(x, -1, initial=0)
-        )  # of do XLA makes them where it makes delta, in one pass
+        # maxima of do's rows XLA makes where it makes delta, in one pass
+        of_rows = x if x.ndim == 3 else jnp.max(x, -1, initial=0)
         return jnp.max(jnp.where(sees, of_rows, 0), initial=0)
 
     def finite(x: jax.Array) -> jax.Array:
