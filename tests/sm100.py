@@ -127,7 +127,7 @@ def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> 
 
 def assert_right(key: str, case: str, first: int) -> None:
     """In an order of its own; where `TWICE`, with the same bits in two, on one and on two CTAs or pairs. A kernel that
-    unpacks keys is but for that one that does not.
+    unpacks keys runs in one order: the rest of its code is that of a kernel that does not.
     """
     kernel, variant = Kernel.of(SM100[key]), SM100[key]
     twice = case in TWICE and variant.dtype == "bfloat16" and not {*variant.sources} & PACKED.keys()

@@ -1,6 +1,6 @@
 """No program takes the maximum or minimum of a negated int32: NVIDIA's assembler loses the minus in a chain of these.
 
-Of `max(max(a, -b), c)` ptxas of CUDA 13.0 makes `max(max(a, b), c)`, for Hopper and Blackwell (docs/verification.md).
+ptxas 13.0 makes `max(max(a, b), c)` of `max(max(a, -b), c)`, for Hopper and Blackwell (docs/verification.md).
 XLA decides which operations stand in one kernel, so bounds of keys are made without a negation at all.
 """
 

@@ -61,8 +61,8 @@ def operands(key: str, case: str) -> attention.Operands:
 
 
 def seeds(key: str, case: str) -> tuple[int, ...]:
-    """All different: an order for every case, and two where we check that no bit of the answer differs: where no other
-    has the same code.
+    """All different: an order for every case. Cases for which we check that no bit of the answer differs have two,
+    unless another kernel has the same code.
     """
     first = 2 * RUNS.index((key, case))
     return (first, first + 1) if case in (hardware.CASE, "turns") and key not in ALIKE else (first,)

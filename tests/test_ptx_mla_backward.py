@@ -84,7 +84,8 @@ def test_is_right_in_any_order(key, case):
     if variant.gathers:  # each query has its own tile of rows
         extents = {**extents, "s_q": min(extents["s_q"], 2), "h_q": min(extents["h_q"], variant.max_heads + 8)}
     x, results = gradients.operands(variant, **extents), []
-    for seed in range(1 if case == "window" or variant.turns else 2):  # it is the largest, and those add as others do
+    # a window is the largest case, and kernels that turn q add as others do
+    for seed in range(1 if case == "window" or variant.turns else 2):
         run = mla_backward.launch(kernel(key), x, processors=PROCESSORS[case], seed=2 * RUNS.index((key, case)) + seed)
         results.append(run.run())
         mla_backward.judge(run, results[-1])

@@ -153,10 +153,9 @@ def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) ->
 def of_keys_from(first: Any, span: Span) -> Span:
     """What `span`, of positions, shows of keys of which the first has position `first`, an int or int32 `[b]`.
 
-    No bound is negated: ptxas may lose the minus before a maximum whose maximum is taken (docs/verification.md).
+    No bound is negated, because ptxas may lose the minus in a maximum of three bounds (docs/verification.md).
     """
-    known = isinstance(first, int | np.integer) and not isinstance(span.start, jax.Array)
-    first = (np if known else jnp).asarray(first, np.int32).reshape(-1, 1)
+    first = (np if isinstance(first, int | np.integer) else jnp).asarray(first, np.int32).reshape(-1, 1)
 
     def at(position: Any) -> Any:
         xp = _numpy_of(position, first)

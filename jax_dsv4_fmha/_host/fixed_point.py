@@ -28,7 +28,7 @@ def resolution(
 
     def greatest(x: jax.Array) -> jax.Array:
         x = jnp.abs(x.astype(jnp.float32))
-        # maxima of do's rows XLA makes where it makes delta, in one pass
+        # maxima of rows first, because XLA makes those of do in the pass that makes delta
         of_rows = x if x.ndim == 3 else jnp.max(x, -1, initial=0)
         return jnp.max(jnp.where(sees, of_rows, 0), initial=0)
 
