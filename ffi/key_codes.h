@@ -9,6 +9,7 @@
 namespace dsv4_fmha {
 
 struct KeyCodes {
+  static constexpr int64_t kCodes = 512, kWithRope = 640;  // bytes of a key
   using Call = KeyCodesCall;
   using Shape = KeyCodesShape;
   using Kernels = std::array<Launcher*, 1>;
@@ -28,10 +29,17 @@ struct KeyCodes {
   }
 
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
-    const KeyCodesChoices choices{.dtype = call.packing.empty() ? call.keys.dtype : ffi::BF16, .packing = call.packing};
+    const bool finds_tops = call.tops.dimensions.size() > 0;
+    const int64_t row_bytes = finds_tops ? kCodes : call.codes.dimensions[2];
+    if (row_bytes != kCodes && row_bytes != kWithRope) {
+      return Refuse(call.codes, "rows of " + std::to_string(row_bytes) + " bytes",
+                    std::to_string(kCodes) + " or " + std::to_string(kWithRope));
+    }
+    const KeyCodesChoices choices{.dtype = call.packing.empty() ? call.keys.dtype : ffi::BF16,
+                                  .packing = call.packing,
+                                  .rope = row_bytes == kWithRope};
     if (ffi::Error error = LookUp(call.target->name, device, choices, &kernels->front()); error.failure()) return error;
     Expectations expect;
-    const bool finds_tops = call.tops.dimensions.size() > 0;
     if (finds_tops) expect.Shape(call.tops, {shape->b, CeilDiv(shape->n, kernels->front()->tile_n)});
     return expect.error();
   }

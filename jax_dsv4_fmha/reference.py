@@ -195,9 +195,10 @@ def dsv4_attention(
     products: str | None = None,
 ) -> Attention:
     """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
-    s_q, q32 = q.shape[1], q.astype(_FP32)
+    s_q, d, q32 = q.shape[1], q.shape[3], q.astype(_FP32)
+    scale = d**-0.5 if scale is None else scale
     if products is not None:
-        q32, window_kv, compressed_kv = rounded_for_products(q, window_kv, compressed_kv)
+        q32, window_kv, compressed_kv = rounded_for_products(products, q, window_kv, compressed_kv)
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32))
     near = of_keys_from(kv_offset, Span(jnp.maximum(own, window - 1) - (window - 1), own + 1))
     near = near if window_lengths is None else near & Span(0, window_lengths[:, None])
@@ -215,7 +216,7 @@ def dsv4_attention(
             how: dict[str, Any] = {"topk_length": topk_length, "scale": scale, "products": products}
             parts.append(sparse_fmha(q32, compressed_kv, indices, **how))
     o, lse = merge(parts, sink)
-    return o.astype(q.dtype), lse
+    return o[..., :d].astype(q.dtype), lse
 
 
 def unit_of_keys(*keys: jax.Array) -> jax.Array:
@@ -226,13 +227,23 @@ def unit_of_keys(*keys: jax.Array) -> jax.Array:
     return functools.reduce(jnp.maximum, units)
 
 
-def rounded_for_products(q: jax.Array, *keys: jax.Array | None) -> tuple[Any, ...]:
+def rounded_for_products(products: str, q: jax.Array, *keys: jax.Array | None) -> tuple[Any, ...]:
     """q and keys [b, s, d], of which some may be None, as products of e4m3 take them: float32 numbers that are rounded
     in a unit for each row of q, and one for all keys of a batch entry; of all entries where a pool [s, d] is among
     them.
+
+    Where RoPE stays in bfloat16, both have 64 dimensions more, and the first d of o are its.
     """
     unit = unit_of_keys(*(x for x in keys if x is not None))
-    return e4m3.rounded(q, -1), *(None if x is None else e4m3.codes(x, unit).astype(_FP32) * unit for x in keys)
+    of_rope = products == e4m3.BF16_ROPE
+
+    def of_keys(x: jax.Array) -> jax.Array:
+        values = e4m3.codes(x, unit).astype(_FP32) * unit
+        return e4m3.keys_beside_rope(values, x) if of_rope else values
+
+    rounded = e4m3.rounded(q, -1)
+    rounded = e4m3.queries_beside_rope(rounded, q) if of_rope else rounded
+    return rounded, *(None if x is None else of_keys(x) for x in keys)
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale", "products"))
@@ -253,7 +264,8 @@ def dsv4_decode(
     products: str | None = None,
 ) -> Attention:
     """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
-    b, s_q, q32 = *q.shape[:2], q.astype(_FP32)
+    (b, s_q, _, d), q32 = q.shape, q.astype(_FP32)
+    scale = d**-0.5 if scale is None else scale
     lengths = jnp.maximum(jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), b), 0)[:, None]
     first = lengths - s_q if q_offset is None else jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), b)[:, None]
     position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
@@ -272,7 +284,7 @@ def dsv4_decode(
             rings.append((left, past if indices is None else jnp.minimum(past, room)))
         alive = [there & _holds(*ring, there.shape[1]) for ring, (_, there) in zip(rings, held, strict=True)]
         kept = [jnp.where(there[..., None], x, 0) for there, (x, _) in zip(alive, held, strict=True)]
-        q32, *kept = rounded_for_products(q, *kept)
+        q32, *kept = rounded_for_products(products, q, *kept)
         held = [(x, there) for x, (_, there) in zip(kept, held, strict=True)]
 
     def over(held: tuple[jax.Array, jax.Array], seen: jax.Array, ring: bool) -> Attention:
@@ -302,7 +314,7 @@ def dsv4_decode(
             seen = jnp.where(listed, indices, -1)
         parts.append(over(held[1], seen, ring=indices is None))
     o, lse = merge(parts, sink)
-    return o.astype(q.dtype), lse
+    return o[..., :d].astype(q.dtype), lse
 
 
 def _holds(first: jax.Array, end: jax.Array, room: Any) -> jax.Array:

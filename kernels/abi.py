@@ -120,6 +120,11 @@ class Forward(Variant):
         return self.op in E4M3
 
     @property
+    def keeps_rope(self) -> bool:
+        """Whether RoPE's part of scores is of bfloat16 all the same."""
+        return self.op in KEEPING_ROPE
+
+    @property
     def gathers_by_tma(self) -> bool:
         """Whether TMA loads all keys that are not packed."""
         return self.shared_kv and self.arch == "sm_100f"
@@ -176,7 +181,10 @@ TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
 
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
 
-E4M3 = {f"{op}_e4m3": op for op in ("csa_fwd", "hca_fwd")}
+KEEPING_ROPE = {f"{op}_e4m3_bf16_rope": op for op in ("csa_fwd", "hca_fwd")}
+"""Of the ops of `E4M3` those whose scores take RoPE's dimensions, the last ones, by products of bfloat16."""
+
+E4M3 = {f"{op}_e4m3": op for op in ("csa_fwd", "hca_fwd")} | KEEPING_ROPE
 """Ops by products of e4m3, with keys as codes in one unit for each batch entry; and what they are in bfloat16."""
 
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in E4M3.items()}
@@ -627,6 +635,7 @@ class KeyCodes(Variant):
 
     dtype: str  # of keys that are not packed
     packing: str = ""  # of `packings.PACKED`
+    rope: bool = False  # whether RoPE's numbers follow a key's codes, in bfloat16
 
     family, layout = "key_codes", "key_codes"
 

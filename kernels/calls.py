@@ -10,6 +10,7 @@ from .abi import (
     BY_COLUMNS,
     E4M3,
     FORWARD_OPS,
+    KEEPING_ROPE,
     POOL,
     SPAN_OF_FEW_HEADS,
     TURNING,
@@ -83,8 +84,8 @@ def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = Fal
     """A source of keys that are values too, of which query j sees those that indices[j, :length[j]] name; its keys may
     be a pool of all sequences, or pages of packed entries.
     """
-    s_kv, topk = axes.split()[1], f"{prefix}topk"
-    forms = f"{dtype}[{axes}] or {dtype}[{s_kv} d]" + f" or u8[{prefix}pages {prefix}page_bytes]" * packed
+    (_, s_kv, width), topk = axes.split(), f"{prefix}topk"
+    forms = f"{dtype}[{axes}] or {dtype}[{s_kv} {width}]" + f" or u8[{prefix}pages {prefix}page_bytes]" * packed
     return (
         array(f"{name}: {forms}", "k", "v", source=i, aligned=True),
         array(f"{prefix}indices: s32[b s_q {topk}]", "from", source=i),
@@ -97,13 +98,17 @@ SELECTION = selection(0, "kv", "b s_kv d")
 WINDOW_AND_SELECTION = (*span(0, "window_kv", "b s_w d"), *selection(1, "kv", "b s_c d"))
 WINDOW_AND_SPAN = (*span(0, "window_kv", "b s_w d"), *span(1, "kv", "b s_c d", "start2", "stop2"))
 CODES = "f8e4m3fn"
-OF_CODES = {  # keys of the ops of `abi.E4M3`
-    "csa_fwd": (*span(0, "window_kv", "b s_w d", dtype=CODES), *selection(1, "kv", "b s_c d", dtype=CODES)),
-    "hca_fwd": (
-        *span(0, "window_kv", "b s_w d", dtype=CODES),
-        *span(1, "kv", "b s_c d", "start2", "stop2", dtype=CODES),
-    ),
-}
+
+
+def of_codes(op: str) -> Arrays:
+    """Keys of an op of `abi.E4M3`: 512 codes, and RoPE's 64 numbers in bfloat16, where it keeps them."""
+    width = "640" if op in KEEPING_ROPE else "d"
+    window = span(0, "window_kv", f"b s_w {width}", dtype=CODES)
+    if E4M3[op] == "csa_fwd":
+        return (*window, *selection(1, "kv", f"b s_c {width}", dtype=CODES))
+    return (*window, *span(1, "kv", f"b s_c {width}", "start2", "stop2", dtype=CODES))
+
+
 TWO_POOLS = (
     *selection(0, "window_kv", "b s_w d", "window_", packed=True),
     *selection(1, "kv", "b s_c d", packed=True),
@@ -213,7 +218,7 @@ TARGETS = (
     attention("mla_span_fwd_turned", SPAN_OF_HEADS),
     attention("csa_fwd_turned", WINDOW_AND_SELECTION),
     attention("hca_fwd_turned", WINDOW_AND_SPAN),
-    *(attention(op, OF_CODES[plain]) for op, plain in E4M3.items()),
+    *(attention(op, of_codes(op)) for op in E4M3),
     attention("dsv4_decode", TWO_POOLS, packing="string"),
     by_columns("mla_sparse_fwd_by_columns", SELECTION),
     by_columns("csa_fwd_by_columns", WINDOW_AND_SELECTION),
@@ -407,7 +412,11 @@ TARGETS = (
         for name, given, made in (
             # of the keys that a warp has
             ("key_tops", (), arrays("tops: f32[b n_tops]")),
-            ("key_codes", arrays("units: f32[b]"), (array("codes: f8e4m3fn[b n 512]", aligned=True),)),
+            (
+                "key_codes",
+                arrays("units: f32[b]"),
+                (array("codes: f8e4m3fn[b n row_bytes]", aligned=True),),
+            ),
         )
     ),
     Target(

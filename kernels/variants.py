@@ -92,8 +92,8 @@ VARIANTS: tuple[Variant, ...] = (
     *(Forward(op, "sm_90a", MLA, 512, dtype) for op in TURNING for dtype in DTYPES),
     *(Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16") for op in E4M3),
     *(
-        KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing)
-        for op in ("key_tops", "key_codes")
+        KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)
+        for op, rope in (("key_tops", False), ("key_codes", False), ("key_codes", True))
         for packing in ("", *PACKED)
     ),
     # one CTA where a pair would share the keys of one query's heads, and half of it had no rows

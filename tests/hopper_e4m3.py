@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from interpreter.kernels import attention
+from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import KERNEL
 from tests import helpers
 
@@ -93,7 +94,7 @@ def _power(n: jax.Array) -> jax.Array:
 class Listed(NamedTuple):
     """Keys, and of each query the list of those that it sees, in the order in which the kernel takes them."""
 
-    codes: jax.Array  # float8_e4m3fn [b, n, d]
+    codes: jax.Array  # float8_e4m3fn [b, n, d], or [b, n, d + 2 ROPE] where RoPE follows in bfloat16
     entries: jax.Array  # int32 [b, s_q, m], below 0 where a place of the list names no key
 
     @staticmethod
@@ -108,13 +109,13 @@ class Listed(NamedTuple):
         return Listed(codes, jnp.where(there, indices, -1))
 
     def tiles(self) -> tuple[jax.Array, jax.Array]:
-        """[tiles, b, s_q, 64, d], zeros where a key is absent, and which are there."""
+        """[tiles, b, s_q, 64, codes], zeros where a key is absent, and which are there."""
         b, s_q, m = self.entries.shape
         entries = jnp.pad(self.entries, ((0, 0), (0, 0), (0, -m % TILE)), constant_values=-1)
         entries = jnp.moveaxis(entries.reshape(b, s_q, -1, TILE), 2, 0)
         keys = jax.vmap(lambda codes, at: codes[at], (0, 1), 1)(self.codes, jnp.maximum(entries, 0))
         there = entries >= 0
-        return jnp.where(there[..., None], keys.astype(jnp.float32), 0), there
+        return jnp.where(there[..., None], keys, jnp.zeros_like(keys)), there
 
 
 class Numbers(NamedTuple):
@@ -133,13 +134,21 @@ def numbers(
     """
     x = q.astype(jnp.float32)
     unit_of_q = _power(jnp.maximum(_exponent(jnp.max(jnp.abs(x), -1)), -119) - 7)  # [b, s_q, h]
-    codes_of_q = _rounded(x / unit_of_q[..., None])
+    in_units = x / unit_of_q[..., None]
+    codes_of_q = _rounded(in_units)
     of_row = unit_of_q * (jnp.float32(scale * LOG2_E) * units[:, None, None])
 
     def tile(before: Any, tile: Any) -> tuple[Any, None]:
         (ref, total, out, slack), (keys, there) = before, tile
-        there, values = there[:, :, None], jnp.swapaxes(keys, -1, -2)
-        logits = jnp.where(there, sums(codes_of_q, keys) * of_row[..., None], -jnp.inf)
+        there, codes = there[:, :, None], keys[..., : q.shape[-1]].astype(jnp.float32)
+        values = jnp.swapaxes(codes, -1, -2)
+        if keys.shape[-1] == q.shape[-1]:
+            scores = sums(codes_of_q, codes)
+        else:  # products of bfloat16 come last
+            pairs = keys[..., q.shape[-1] :].reshape(*keys.shape[:-1], ROPE, 2)
+            rope = jax.lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+            scores = sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE]) + in_float32(in_units[..., -ROPE:], rope)
+        logits = jnp.where(there, scores * of_row[..., None], -jnp.inf)
         top = jnp.max(logits, -1)
         after = jnp.where(top > ref + LIMIT, jnp.round(top) - HEAD, ref)
         factor, weights = jnp.exp2(ref - after), jnp.exp2(logits - after[..., None])
@@ -178,7 +187,7 @@ def hca_fwd_e4m3(
     return numbers(q, sources, sink, units, **how)
 
 
-OF_OP = {"csa_fwd_e4m3": csa_fwd_e4m3, "hca_fwd_e4m3": hca_fwd_e4m3}
+OF_OP = {f"{f.__name__}{rope}": f for f in (csa_fwd_e4m3, hca_fwd_e4m3) for rope in ("", "_bf16_rope")}
 
 
 # ---- whether a GPU is right

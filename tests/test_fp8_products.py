@@ -23,7 +23,8 @@ from kernels.variants import VARIANTS
 from tests import hopper_e4m3, retrieval
 from tests.helpers import assert_right
 
-E4M3_PRODUCTS = "float8_e4m3fn"
+E4M3_PRODUCTS, BF16_ROPE = e4m3.PRODUCTS
+ROPE = 64
 LOG2_E = np.log2(np.e)
 E4M3_KERNELS = [v for v in VARIANTS if isinstance(v, Forward) and v.is_e4m3]
 
@@ -42,20 +43,23 @@ def rounded(x, unit):
     return (x / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit
 
 
-def in_float64(q, w, c, indices, sink, window):
-    """By loops over batch entries, queries and heads."""
+def in_float64(q, w, c, indices, sink, window, kept=0):
+    """By loops over batch entries, queries and heads; scores have the last `kept` dimensions as they are given."""
     q, w, c, sink = (np.asarray(x).astype(np.float64) for x in (q, w, c, sink))
     (b, s_q, h, d), (o, lse) = q.shape, (np.zeros(q.shape), np.zeros(q.shape[:3]))
     power = lambda x: 2.0 ** (np.floor(np.log2(x)) - 7)  # noqa: E731
     for n in range(b):
         unit = power(max(np.abs(w[n]).max(), np.abs(c[n]).max()))
         near, far = rounded(w[n], unit), rounded(c[n], unit)
+        split = q.shape[-1] - kept
         for i in range(s_q):
             seen = [x for x in np.asarray(indices)[n, i] if 0 <= x < len(far)]
-            keys = np.concatenate([near[max(i - window + 1, 0) : i + 1], far[seen]])
+            here = slice(max(i - window + 1, 0), i + 1)
+            keys, given = (np.concatenate([x[here], y[seen]]) for x, y in ((near, far), (w[n], c[n])))
             for head in range(h):
                 x = rounded(q[n, i, head], power(np.abs(q[n, i, head]).max()))
-                t = keys @ x * d**-0.5 * LOG2_E
+                t = keys[:, :split] @ x[:split] + given[:, split:] @ q[n, i, head, split:]
+                t = t * d**-0.5 * LOG2_E
                 ref = np.round(t.max()) - 5
                 lse[n, i, head] = np.log(np.exp2(t - t.max()).sum()) + t.max() / LOG2_E
                 p = rounded(np.exp2(t - ref), 1.0)
@@ -63,16 +67,33 @@ def in_float64(q, w, c, indices, sink, window):
     return o, lse
 
 
-def test_the_definition_rounds_q_keys_and_weights():
+@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+def test_the_definition_rounds_q_keys_and_weights(products):
     """Of both sources apart: so weights of either are rounded in another power of two, which changes the least ones."""
-    args, how = operands()
-    o, lse = by_e4m3(*args, **how)
-    want_o, want_lse = in_float64(*args, **how)
+    args, how = operands(d=128)
+    o, lse = dsv4_attention(*args, **how, products=products)
+    want_o, want_lse = in_float64(*args, **how, kept=ROPE * (products == BF16_ROPE))
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
     error = np.linalg.norm(np.asarray(o, np.float64) - want_o) / np.linalg.norm(want_o)
     assert error < 4e-3  # of which o's rounding to bfloat16 is 1.7e-3
     exact, _ = dsv4_attention(*args, **how)
     assert 0.02 < jnp.linalg.norm((o - exact).astype(jnp.float32)) / jnp.linalg.norm(exact.astype(jnp.float32)) < 0.08
+
+
+def test_great_numbers_of_rope_are_kept():
+    """Channels of RoPE that are 30 times as great make most of a score."""
+    (q, w, c), how = operands(d=128)
+    w, c = (x.at[..., -ROPE::16].multiply(30) for x in (w, c))
+    q = (q / 5).astype(q.dtype)
+    exact, exact_lse = dsv4_attention(q, w, c, **how)
+    off, off_lse = zip(
+        *(
+            (relative(o, exact), jnp.abs(lse - exact_lse).max())
+            for o, lse in (dsv4_attention(q, w, c, **how, products=x) for x in e4m3.PRODUCTS)
+        ),
+        strict=True,
+    )
+    assert 1.5 * off[1] < off[0] and 10 * off_lse[1] < off_lse[0]
 
 
 def test_numbers_of_four_bits_are_exact():
@@ -86,9 +107,11 @@ def test_numbers_of_four_bits_are_exact():
     np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("products", e4m3.PRODUCTS)
 @pytest.mark.parametrize("compressed", ["chosen", "dense", "none"])
-def test_it_is_one_op_whatever_the_sources(compressed):
-    (q, w, c), how = operands()
+def test_it_is_one_op_whatever_the_sources(compressed, products):
+    (q, w, c), how = operands(d=128)
+    by_e4m3 = functools.partial(dsv4_attention, products=products)
     if compressed != "chosen":
         del how["indices"]
     args, how = (
@@ -131,6 +154,19 @@ def test_a_cache_is_the_entries_that_it_holds(layout, compressed):
     assert_right(by_e4m3(q, w, rows, **how), want)
 
 
+@pytest.mark.parametrize("layout", ["v4_fp8", "v41_fp4"])
+def test_rope_is_kept_as_a_cache_has_it(layout):
+    (q, w, c), how = operands(s_q=6, s_c=8, topk=6, d=512)
+    cache, how = paged(c, layout), how | {"products": BF16_ROPE}
+    want = dsv4_attention(q, w, cache.take()[:, :8], **how)
+    for implementation in (None, "reference"):
+        assert_right(dsv4_attention(q, w, cache, **how, implementation=implementation), want)
+    args, how = chunk(layout, in_pages=True)
+    got = [dsv4_decode(*args, **how, products=BF16_ROPE, implementation=x) for x in (None, "reference")]
+    assert_right(*got)
+    assert relative(got[0][0], chunk_by_e4m3(*args, **how)[0]) > 1e-3
+
+
 def test_entries_that_are_not_past_have_no_say_in_the_unit():
     """A cache has room for entries of tokens to come, and in it what an earlier sequence left."""
     (q, w, c), how = operands(s_q=12, s_c=16)
@@ -153,7 +189,8 @@ def test_keys_that_nobody_sees_may_be_anything():
 def test_what_there_are_no_such_products_for():
     (q, w, c), how = operands()
     wanted = [
-        ({"products": "float8_e5m2"}, ValueError, "products: got 'float8_e5m2', wanted None or 'float8_e4m3fn'"),
+        ({"products": "float8_e5m2"}, ValueError, "products: got 'float8_e5m2', wanted None or 'float8_e4m3fn' or"),
+        ({"products": BF16_ROPE}, ValueError, "wanted d > 64, of which the last 64 are RoPE's, with products="),
         ({"method": "two_pass"}, ValueError, "method: got two_pass, wanted 'fused' or None with products="),
         ({"batch_invariant": True}, ValueError, "products: got float8_e4m3fn, wanted None with batch_invariant=True"),
     ]
@@ -337,16 +374,19 @@ def test_units_are_powers_of_two_and_numbers():
     assert (jnp.abs(x[3:8] / units[3:8]) < 256).all() and (jnp.abs(x[3:8] / units[3:8]) >= 128).all()
 
 
-def layer_of(**choices):
+def layer_of(rope=8, **choices):
     compressor = Compressor(64, 512, 4, overlap=False)
     sizes = {"hidden": 64, "heads": 4, "d": 512, "q_rank": 32, "o_groups": 2, "o_rank": 16, "window": 8}
-    return DSV4Attention(**sizes, rope=Rope(8), ratio=4, compressor=compressor, **choices)
+    return DSV4Attention(**sizes, rope=Rope(rope), ratio=4, compressor=compressor, **choices)
 
 
-@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
-def test_a_layer_passes_products_to_prompts_and_chunks(cache):
+@pytest.mark.parametrize(
+    ("cache", "products"),
+    [("bfloat16", E4M3_PRODUCTS), ("float8_e4m3fn", E4M3_PRODUCTS), ("float8_e4m3fn", BF16_ROPE)],
+)
+def test_a_layer_passes_products_to_prompts_and_chunks(cache, products):
     """Chunks are those of a whole prompt, but for what the cache rounds; a step is as without."""
-    layer, usual = layer_of(products=E4M3_PRODUCTS), layer_of()
+    layer, usual = layer_of(ROPE, products=products), layer_of(ROPE)
     params = usual.init(jax.random.key(0), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (2, 32, 64)).astype(jnp.bfloat16)
     length = lambda y: jnp.linalg.norm(y.astype(jnp.float32))  # noqa: E731
@@ -373,6 +413,8 @@ def test_a_layer_with_products():
         layer_of(products="float8")
     with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
         layer_of(products=E4M3_PRODUCTS, batch_invariant=True)
+    with pytest.raises(ValueError, match="rope: got 8 dims, wanted 64 with products='float8_e4m3fn_bf16_rope'"):
+        layer_of(products=BF16_ROPE)
     layer = layer_of(products=E4M3_PRODUCTS)
     params, x = layer.init(jax.random.key(0), jnp.bfloat16), jnp.ones((1, 8, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
@@ -387,9 +429,9 @@ def modelled(**how):
     """Calls of the kernel are of `hopper_e4m3` in this context, with the same operands. o is complex, with half of its
     interval as the imaginary part."""
 
-    def by_model(q, sources, sink, scale, *_):
-        parts, units = products._in_codes(sources, q.shape[0])
-        row = tables.E4M3[tuple(kind for source in sources for kind in source.kinds)]
+    def by_model(q, sources, sink, scale, chosen):
+        parts, units = products._in_codes(sources, q.shape[0], rope=chosen == BF16_ROPE)
+        row = tables.BY_PRODUCTS[chosen][tuple(kind for source in sources for kind in source.kinds)]
         made = hopper_e4m3.OF_OP[row.op](q, *row.operands(*parts), sink, units, scale=scale, **how)
         return jax.lax.complex(made.o, made.slack), made.lse
 
@@ -413,10 +455,17 @@ def codes_by_definition(monkeypatch):
         keys = keys_of(pool, slots, packing)
         return (jnp.max(jnp.where(jnp.isfinite(keys), jnp.abs(keys), 0), (1, 2))[:, None],)
 
+    def codes(pool, slots, units, packing, rope):
+        keys, units = keys_of(pool, slots, packing), units[:, None, None]
+        made = e4m3.codes(keys, units)
+        if rope:
+            exact = (keys[..., -ROPE:] / units).astype(jnp.bfloat16)
+            exact = jax.lax.bitcast_convert_type(exact, made.dtype).reshape(*keys.shape[:-1], 2 * ROPE)
+            made = jnp.concatenate([made, exact], -1)
+        return (made,)
+
     monkeypatch.setattr(key_codes, "key_tops", tops)
-    monkeypatch.setattr(
-        key_codes, "key_codes", lambda *x, packing: (e4m3.codes(keys_of(*x[:2], packing), x[2][:, None, None]),)
-    )
+    monkeypatch.setattr(key_codes, "key_codes", codes)
 
 
 def assert_within(got, modelled):
@@ -425,14 +474,20 @@ def assert_within(got, modelled):
 
 
 @pytest.mark.usefixtures("codes_by_definition")
-@pytest.mark.parametrize("layout", ["bfloat16", "v41_fp4"])
-@pytest.mark.parametrize("case", CHUNKS)
-def test_what_a_kernel_is_given_is_what_the_definition_takes(case, layout):
+@pytest.mark.parametrize(
+    ("case", "layout", "products"),
+    [
+        *((case, layout, E4M3_PRODUCTS) for case in CHUNKS for layout in ("bfloat16", "v41_fp4")),
+        *((case, "v4_fp8", BF16_ROPE) for case in ("rows", "pages, dense")),
+    ],
+)
+def test_what_a_kernel_is_given_is_what_the_definition_takes(case, layout, products):
     """Its keys, lists, units and sink; with sums in float32 that is the definition."""
     args, how = chunk(layout, **CHUNKS[case])
-    want = chunk_by_e4m3(*args, **how, implementation="reference")
+    how |= {"products": products}
+    want = dsv4_decode(*args, **how, implementation="reference")
     with modelled(sums=hopper_e4m3.in_float32):
-        o, lse = chunk_by_e4m3(*args, **how)
+        o, lse = dsv4_decode(*args, **how)
     assert_right((o.real.astype(jnp.bfloat16), lse), want)
 
 
@@ -510,7 +565,7 @@ def test_a_kernel_that_sums_otherwise_is_found(fault):
 @pytest.mark.parametrize("variant", E4M3_KERNELS, ids=lambda v: v.key)
 def test_operands_of_kernels_are_judged_by_a_gpus_sums(variant):
     """With sums in float32 numbers are float64's, by the bounds of kernels; as sums of a GPU they are wrong."""
-    x, scale = attention.operands(variant, s_q=9, h_q=5), variant.d**-0.5
+    x, scale = attention.operands(variant, s_q=20, h_q=5), variant.d**-0.5
     o, lse, _ = hopper_e4m3.of_operands(x, scale, hopper_e4m3.in_float32)
     in_float32 = np.asarray(o.astype(jnp.bfloat16)), np.asarray(lse)
     attention.assert_right(in_float32, x, scale)
@@ -542,16 +597,17 @@ def test_a_gpu_sums_so():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("products", e4m3.PRODUCTS)
 @pytest.mark.parametrize("h", [5, 64, 80, 128])
 @pytest.mark.parametrize("compressed", ["chosen", "dense", "none"])
-def test_every_number_of_the_kernel(compressed, h):
+def test_every_number_of_the_kernel(compressed, h, products):
     (q, w, c), how = operands(s_q=70, h=h, s_c=300, topk=130, d=512)
     if compressed != "chosen":
         del how["indices"]
     args, how = (
         ((q, w), how) if compressed == "none" else ((q, w, c), how | {"ratio": 4} if compressed == "dense" else how)
     )
-    got, want = as_kernel_and_model(functools.partial(by_e4m3, **how), args)
+    got, want = as_kernel_and_model(functools.partial(dsv4_attention, products=products, **how), args)
     assert_within(got, want)
 
 
@@ -560,11 +616,12 @@ def test_every_number_of_the_kernel(compressed, h):
 @pytest.mark.parametrize(
     ("layout", "h"), [("bfloat16", 128), ("v4_fp8", 128), ("v41_fp8", 64), ("v4_fp4", 5), ("v41_fp4", 80)]
 )
+@pytest.mark.parametrize("products", e4m3.PRODUCTS)
 @pytest.mark.parametrize("case", CHUNKS)
-def test_every_number_of_the_kernel_over_caches(case, layout, h):
+def test_every_number_of_the_kernel_over_caches(case, layout, h, products):
     d = {"h": h, "s_q": 70, "s_c": 300 if CHUNKS[case].get("s_c", 300) == 300 else 13, "topk": 130}
     args, how = chunk(layout, **CHUNKS[case] | d)
-    got, want = as_kernel_and_model(functools.partial(chunk_by_e4m3, **how), args)
+    got, want = as_kernel_and_model(functools.partial(dsv4_decode, products=products, **how), args)
     assert_within(got, want)
 
 
@@ -581,8 +638,11 @@ def relative(x, want):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
-def test_layers_on_a_gpu(cache):
+@pytest.mark.parametrize(
+    ("cache", "products"),
+    [("bfloat16", E4M3_PRODUCTS), ("float8_e4m3fn", E4M3_PRODUCTS), ("float8_e4m3fn", BF16_ROPE)],
+)
+def test_layers_on_a_gpu(cache, products):
     """Chunks over pages, by kernels: at most 8 % off bfloat16, and steps after them as by bfloat16.
 
     A number of four bits is 2.6 % off, and attention rounds q, keys and weights. Every past entry is chosen.
@@ -594,7 +654,7 @@ def test_layers_on_a_gpu(cache):
         "compress_ratios": [0, 4, 128],
     }  # fmt: skip
     usual = from_config(sizes)
-    rounded = tuple(dataclasses.replace(layer, products=E4M3_PRODUCTS) for layer in usual)
+    rounded = tuple(dataclasses.replace(layer, products=products) for layer in usual)
     params = [
         layer.init(key, jnp.bfloat16) for layer, key in zip(usual, jax.random.split(jax.random.key(0), 3), strict=True)
     ]

@@ -87,10 +87,16 @@ def test_sass(key):
         assert wide >= 4 and (variant.running or narrow <= 4), (wide, narrow)
         assert any(o == "STG.E.128" for o in opcodes), opcodes
         return
-    if isinstance(variant, KeyCodes):  # of four keys a slot, and a scale; a unit; 16 codes of a key
+    if isinstance(
+        variant, KeyCodes
+    ):  # of four keys a slot, and a scale; a unit; 16 codes of a key, and of RoPE 32 bytes
         found = {x: opcodes.count(x) for x in ("LDG.E", "STG.E.128", "STG.E")}
         scales, units = 4 * (variant.packing != ""), int(variant.op == "key_codes")
-        assert found == {"LDG.E": 4 + scales + units, "STG.E.128": 4 * units, "STG.E": 1 - units}, found
+        assert found == {
+            "LDG.E": 4 + scales + units,
+            "STG.E.128": 4 * units * (1 + 2 * variant.rope),
+            "STG.E": 1 - units,
+        }, found
         return
     if isinstance(variant, FewRowsProduct):  # 64 of k at a time; boxes of 64 columns, and one of x
         assert count["HGMMA"] == 4 and count["UTMALDG"] == (4 if variant.norms else 2) + 1, count
@@ -106,8 +112,10 @@ def test_sass(key):
         return
     if isinstance(variant, Forward) and variant.is_e4m3:
         # Q K' of 512 in four places, V' P' of 64 keys by four times 64; 32 keys, 8 rows of q and, in the loop, 8 more
-        found = {x: sum(o.startswith(x) for o in opcodes) for x in ("QGMMA", "LDSM", "LDGSTS", "USETMAXREG")}
-        assert found == {"QGMMA": 4 * 16 + 8, "LDSM": 8, "LDGSTS": 32 + 2 * (8 + 8), "USETMAXREG": 3}, found
+        found = {x: sum(o.startswith(x) for o in opcodes) for x in ("QGMMA", "HGMMA", "LDSM", "LDGSTS", "USETMAXREG")}
+        scores, of_rope, keys, rows = (14, 4, 40, 4) if variant.keeps_rope else (16, 0, 32, 8)
+        copies = {"LDSM": 8, "LDGSTS": keys + 2 * (rows + rows), "USETMAXREG": 3}
+        assert found == {"QGMMA": 4 * scores + 8, "HGMMA": 4 * of_rope} | copies, found
         return
     if isinstance(variant, IndexerScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32

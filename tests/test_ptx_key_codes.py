@@ -75,7 +75,8 @@ def test_kernel(key):
     pool, slots, units = (jnp.asarray(y) for y in (x.pool, x.slots, x.units))
     made = key_tops if x.variant.op == "key_tops" else key_codes
     others = () if made is key_tops else (units,)
-    (got,) = jax.jit(lambda *xs: made(*xs, packing=x.variant.packing))(pool, slots, *others)
+    rope = {"rope": True} if x.variant.rope else {}
+    (got,) = jax.jit(lambda *xs: made(*xs, packing=x.variant.packing, **rope))(pool, slots, *others)
     got = np.asarray(got)
     if made is key_codes:
         got = np.where((x.slots < 0)[..., None], POISON, got.view(np.uint8))

@@ -55,29 +55,33 @@ FEW_HEADS = Subject(
     "",
     {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 )
-E4M3 = Subject(  # two tiles and four
-    "csa_fwd_e4m3_sm_90a_d512_bfloat16",
-    {"b": 1, "s_q": 3, "s_kv": 90, "h_q": 8, "s_kv1": 300, "topk": 200},
-    " ".join(
+
+
+def barriers_of_e4m3(places: int) -> str:
+    return " ".join(
         f"{barrier}{stage}"
         for barriers, stages in (
             ("info_full info_empty q_full q_empty", 2),
-            ("k_full k_empty p_full", 4),
+            ("k_full k_empty p_full", places),
             ("sums_full sums_empty", 2),
         )
         for barrier in barriers.split()
         for stage in range(stages)
-    ),
-    {
-        "q": 2 * 32 * KIB,
-        "k": 4 * 32 * KIB,
-        "p": 4 * 4 * KIB,
-        "given": 16 * KIB,
-        "factor": KIB,
-        "rose": 64,
-        "sums": 512,
-        "scale": 512,
-    },
+    )
+
+
+AFTER_TILES_OF_E4M3 = {"factor": KIB, "rose": 64, "sums": 512, "scale": 512}
+E4M3 = Subject(  # two tiles and four
+    "csa_fwd_e4m3_sm_90a_d512_bfloat16",
+    {"b": 1, "s_q": 3, "s_kv": 90, "h_q": 8, "s_kv1": 300, "topk": 200},
+    barriers_of_e4m3(4),
+    {"q": 2 * 32 * KIB, "k": 4 * 32 * KIB, "p": 4 * 4 * KIB, "given": 16 * KIB} | AFTER_TILES_OF_E4M3,
+)
+ROPE_KEPT = dataclasses.replace(
+    E4M3,
+    key="csa_fwd_e4m3_bf16_rope_sm_90a_d512_bfloat16",
+    barriers=barriers_of_e4m3(3),
+    regions={"q": 2 * 32 * KIB, "k": 3 * 32 * KIB, "q_rope": 2 * 8 * KIB, "k_rope": 3 * 8 * KIB, "p": 3 * 4 * KIB},
 )
 
 
@@ -89,6 +93,12 @@ def queries_unfenced(text: str) -> str:
 def queries_not_awaited(text: str) -> str:
     """Left does not wait until Q is turned."""
     return edits.replace(text, r"bar\.sync\s+3, 256;", "bar.arrive 3, 256;", slice(0, 1))
+
+
+def other_numbers_of_rope(text: str) -> str:
+    """The second product of bfloat16 takes q's third 16 numbers."""
+    begins = r"2;(\s+add\.s64[^;]*2;\s+// begin inline asm\s+\{\s+\.reg \.pred p;\s+setp[^;]*;\s+wgmma\S+k16\.)"
+    return edits.replace(text, begins, lambda m: f"4;{m[1]}")
 
 
 def fence_before(what: str) -> Callable[[str], str]:
@@ -287,6 +297,22 @@ FAULTS = [
         Race,
         r"reads register %r\d+ while the wgmma of line \d+ may still write it",
         without(r"wgmma\.wait_group", slice(-1, None)),
+    ),
+    PlantedFault(
+        "RoPE's products in place of the others",
+        ROPE_KEPT,
+        Wrong,
+        r"lse is wrong in \d+ of \d+ rows",
+        lambda text: edits.replace(
+            text, r"setp\.ne(\.b32 p, %r\d+, 0;\s+wgmma\S+k16\.)", lambda m: f"setp.eq{m[1]}", slice(0, 1)
+        ),
+    ),
+    PlantedFault(
+        "RoPE of q beside other numbers of keys",
+        ROPE_KEPT,
+        Wrong,
+        r"lse is wrong in \d+ of \d+ rows",
+        other_numbers_of_rope,
     ),
     PlantedFault(
         "weights of a few heads without a proxy fence",

@@ -178,9 +178,11 @@ def arguments() -> dict:
     parser.add_argument(
         "--fp8-products",
         dest="products",
-        action="store_const",
+        nargs="?",
         const="float8_e4m3fn",
-        help="attention reads prompts by products of e4m3: faster on Hopper, and less exact; steps stay as they are",
+        choices=("float8_e4m3fn", "float8_e4m3fn_bf16_rope"),
+        help="attention reads prompts by products of e4m3, all or but for RoPE's part of scores: faster on Hopper, and "
+        "less exact; steps stay as they are",
     )
     return vars(parser.parse_args())
 

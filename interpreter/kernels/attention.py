@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import TURNING, Forward, MlaBackward
+from kernels.abi import KEEPING_ROPE, TURNING, Forward, MlaBackward
 from kernels.packings import PACKED
 
 from ..machine.state import Array
@@ -26,7 +27,7 @@ class Keys:
     seen_to: Array  # stop of a span, length of a selection
     counts: Array  # [b, s_q, s_kv]: how often a query sees a key
     pool: Array | None = None  # packed keys [pages, bytes], with k as their values; indices are then places in it
-    codes: Array | None = None  # of e4m3 [b, s_kv, d], with k as what they mean
+    codes: Array | None = None  # of e4m3 [b, s_kv, d], with v as what they mean; and RoPE, where it is kept
 
     @property
     def given(self) -> Array:
@@ -124,7 +125,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     units = None
     if isinstance(variant, Forward) and variant.is_e4m3:
         units = np.exp2(-np.arange(9, 9 + b)).astype(np.float32)  # so that of 0.125 some are beyond the range
-        sources = [as_codes(x, units) for x in sources]
+        sources = [as_codes(x, units, variant.op) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
     slots = {
@@ -142,12 +143,16 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, units)
 
 
-def as_codes(keys: Keys, units: Array) -> Keys:
+def as_codes(keys: Keys, units: Array, op: str) -> Keys:
     """The same keys rounded to codes of e4m3, with NaN where no query looks."""
     units = units[:, None, None, None]
     codes = e4m3(keys.k.astype(np.float32) / units)
-    k = (codes.astype(np.float32) * units).astype(keys.k.dtype)  # exactly
-    return replace(keys, k=k, v=k, codes=codes[:, :, 0])
+    v = (codes.astype(np.float32) * units).astype(keys.k.dtype)  # exactly
+    if op not in KEEPING_ROPE:
+        return replace(keys, k=v, v=v, codes=codes[:, :, 0])
+    rope = (keys.k[..., -ROPE:].astype(np.float32) / units).astype(keys.k.dtype)
+    codes = np.concatenate([codes, rope.view(codes.dtype)], -1)
+    return replace(keys, k=np.concatenate([v[..., :-ROPE], keys.k[..., -ROPE:]], -1), v=v, codes=codes[:, :, 0])
 
 
 def e4m3(x: Array) -> Array:
@@ -225,7 +230,10 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     if x.units is not None:
         top = np.abs(x.q.astype(np.float64)).max(-1, keepdims=True)
         unit = np.exp2(np.floor(np.log2(top)) - 7)
-        x = replace(x, q=e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit)
+        q = e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit
+        if x.op in KEEPING_ROPE:
+            q[..., -ROPE:] = x.q[..., -ROPE:].astype(np.float64)
+        x = replace(x, q=q)
     b, s_q, h_q, d = x.q.shape
     counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
     seen = any_query(counts)[..., None, None]

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_dsv4_fmha._definitions.cache import read_slots
-from jax_dsv4_fmha._definitions.e4m3 import codes
+from jax_dsv4_fmha._definitions.e4m3 import ROPE, codes
 from jax_dsv4_fmha._definitions.packed import LAYOUTS, quantize_cache
 from kernels.abi import KeyCodes
 
@@ -55,11 +55,12 @@ class Problem:
 def run(
     x: Problem, *, seed: int = 0, edit: Callable[[str], str] = lambda text: text, **edits: Callable[[int], int]
 ) -> Array:
-    """float32 [b, parts], or bytes [b, n, D], which are `POISON` where the kernel writes nothing."""
+    """float32 [b, parts], or bytes [b, n, row], which are `POISON` where the kernel writes nothing."""
     kernel, memory, (b, n) = Kernel.of(x.variant), new_memory(), x.slots.shape
     parts = -(-n // kernel.facts["tile_n"])
     is_tops = x.variant.op == "key_tops"
-    name, size = ("tops", 4 * b * parts) if is_tops else ("codes", b * n * D)
+    row = D + 2 * ROPE * x.variant.rope
+    name, size = ("tops", 4 * b * parts) if is_tops else ("codes", b * n * row)
     addresses = {given: memory.add(given, getattr(x, field)) for given, field in (("keys", "pool"), ("slots", "slots"))}
     if not is_tops:
         addresses["units"] = memory.add("units", x.units)
@@ -72,7 +73,7 @@ def run(
     plan = native.plan_key_codes(shape, tile_m=kernel.facts["tile_m"], addresses=addresses)
     machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
     found = memory.named(name).bytes[:size]
-    return found.view(np.float32).reshape(b, parts) if is_tops else found.reshape(b, n, D)
+    return found.view(np.float32).reshape(b, parts) if is_tops else found.reshape(b, n, row)
 
 
 def judge(x: Problem, got: Array) -> None:
@@ -85,9 +86,16 @@ def judge(x: Problem, got: Array) -> None:
         what = "greatest numbers"
     else:
         made = np.asarray(codes(jnp.asarray(entries), jnp.asarray(x.units)[:, None, None])).view(np.uint8)
-        want, what = np.where((x.slots < 0)[..., None], POISON, made), "codes"
-        alike = np.isin(made & 0x7F, (0, 0x7F)) & ((got & 0x7F) == (made & 0x7F))  # zeros, and NaN, of either sign
-        got = np.where(alike & (x.slots >= 0)[..., None], want, got)
+        want, what, there = made, "codes", (x.slots >= 0)[..., None]
+        alike = np.isin(made & 0x7F, (0, 0x7F)) & ((got[..., :D] & 0x7F) == (made & 0x7F))  # of either sign
+        if x.variant.rope:
+            rope = entries[..., -ROPE:].astype(np.float32) / x.units[:, None, None]
+            rope = np.where(np.isfinite(rope), rope, np.nan).astype(ml_dtypes.bfloat16)
+            found = np.ascontiguousarray(got[..., D:]).view(ml_dtypes.bfloat16)
+            same = (found == rope) | (np.isnan(found) & np.isnan(rope))
+            want = np.concatenate([made, rope.view(np.uint8)], -1)
+            alike = np.concatenate([alike, np.repeat(same, 2, -1)], -1)
+        want, got = np.where(there, want, POISON), np.where(alike & there, want, got)
     if (wrong := np.argwhere(got != want)).size:
         at = tuple(int(i) for i in wrong[0])
         raise Wrong(f"{what}: {len(wrong)} are wrong, first {at}: {got[at]}, wanted {want[at]}")

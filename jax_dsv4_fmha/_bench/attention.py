@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import dsv4_attention, fmha, sparse_fmha
 from .._definitions.cache import Cache
-from .._definitions.e4m3 import E4M3
+from .._definitions.e4m3 import BF16_ROPE, E4M3
 from .._definitions.span import Span
 from .measure import Operands
 from .row import CallRow, Suite
@@ -253,7 +253,7 @@ class LayerRow(PromptRow):
 
 @dataclass(frozen=True, kw_only=True)
 class E4m3Row(LayerRow):
-    """By products of e4m3; the peer "bfloat16" is our usual call."""
+    """By products of e4m3; the peer "bfloat16" is our usual call, "bf16_rope" that whose scores keep RoPE."""
 
     @property
     def kind(self) -> str:
@@ -261,7 +261,7 @@ class E4m3Row(LayerRow):
 
     def _call(self, method: Any, operands: Operands) -> Any:
         choices: dict[str, Any] = {"window": self.window, "ratio": self.ratio, **self.offsets}
-        products = None if method == "bfloat16" else E4M3
+        products = {"bfloat16": None, "bf16_rope": BF16_ROPE}.get(method, E4M3)
         return dsv4_attention(**operands, **choices, products=products, implementation="cubin")
 
 
@@ -285,7 +285,7 @@ class CausalE4m3Row(FmhaRow):
 
 
 def by_e4m3(row: LayerRow) -> E4m3Row:
-    return E4m3Row(**{**vars(row), "peers": ("bfloat16",)})
+    return E4m3Row(**{**vars(row), "peers": ("bfloat16", "bf16_rope")})
 
 
 def dense(d: int, b: int, s: int, h_q: int, h_kv: int, **fields: Any) -> FmhaRow:

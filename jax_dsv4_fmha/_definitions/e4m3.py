@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 
 E4M3 = "float8_e4m3fn"
+BF16_ROPE = "float8_e4m3fn_bf16_rope"
+"""the same, but for scores' products of RoPE's dimensions, which are of bfloat16"""
+PRODUCTS = (E4M3, BF16_ROPE)
+ROPE = 64  # dimensions, the last ones, as in V4
 _TOP = 7  # log2 of the least that the greatest number is in its unit
 _LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
 _HEAD = 5  # log2 of the greatest weight, about
@@ -37,6 +41,22 @@ def rounded(x: jax.Array, axes: Any) -> jax.Array:
     """x as its codes mean it, in float32."""
     unit = unit_of(x, axes=axes)
     return codes(x, unit).astype(jnp.float32) * unit
+
+
+def queries_beside_rope(q: jax.Array, given: jax.Array) -> jax.Array:
+    """Rounded queries [..., d] for keys of `keys_beside_rope`: [..., d + ROPE]."""
+    return jnp.concatenate([q[..., :-ROPE], jnp.zeros_like(q[..., -ROPE:]), _rope_of(given)], -1)
+
+
+def keys_beside_rope(keys: jax.Array, given: jax.Array) -> jax.Array:
+    """Rounded keys [..., d] as values, and after them RoPE's dimensions as they were: [..., d + ROPE]."""
+    return jnp.concatenate([keys, _rope_of(given)], -1)
+
+
+def _rope_of(x: jax.Array) -> jax.Array:
+    """As `codes`, NaN where it is infinite."""
+    rope = x[..., -ROPE:].astype(jnp.float32)
+    return jnp.where(jnp.isfinite(rope), rope, jnp.nan)
 
 
 def weights(logits: jax.Array, lse: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from .lowering import choose, choose_backward
 from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Halo, KernelUse, Op, Params
 from .sources import Source, SpanSource
 from .support import Support, not_built
-from .tables import BACKWARD, E4M3, FORWARD, IN_ORDER, IN_ORDER_ON, TURNED, TURNED_BACKWARD, TURNED_DIMS, Kernel
+from .tables import BACKWARD, BY_PRODUCTS, FORWARD, IN_ORDER, IN_ORDER_ON, TURNED, TURNED_BACKWARD, TURNED_DIMS, Kernel
 
 _Q = Axes("q", "b s_q h_q d")
 
@@ -66,7 +66,7 @@ def attend(
       deterministic: whether the gradient must have the same bits every time.
       batch_invariant: whether the kernel must sum in the canonical order (docs/semantics.md).
       turn: what makes q of the given one, for sources that `support_of` knows a kernel of with it.
-      products: "float8_e4m3fn" for products of e4m3; packed keys are a `CachedSource` then. There is no gradient.
+      products: of `e4m3.PRODUCTS`, for products of e4m3; packed keys are a `CachedSource` then. There is no gradient.
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
@@ -117,7 +117,8 @@ def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False, pro
     descriptions = dict.fromkeys(x for source in sources for x in source.description)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
     if products is not None:
-        return Support(f"{got}, {products} products", _kernels_for(E4M3, kinds), _shipped(E4M3.get(kinds), q))
+        kernels = BY_PRODUCTS[products]
+        return Support(f"{got}, {products} products", _kernels_for(kernels, kinds), _shipped(kernels.get(kinds), q))
     if turns:
         return Support(got, _kernels_for(TURNED, kinds), _shipped(TURNED.get(kinds), q))
     found = _shipped(FORWARD.get(kinds), q)
@@ -243,7 +244,8 @@ def _ops(
 
     def kernel_by_products(q: Any, *operands: Any, scale: float) -> Any:
         *leaves, sink = operands
-        return by_products.by_kernel(q, tree.unflatten(leaves), sink, scale)
+        assert products is not None
+        return by_products.by_kernel(q, tree.unflatten(leaves), sink, scale, products)
 
     def kernel(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         *leaves, sink = operands
@@ -320,7 +322,7 @@ def _ops(
         in_passes = turning(backward_kernel, rope.norm_rope, rope.rope, rope.norm_rope_bwd)
         backward_kernel = whole_backward_kernel
     elif products is not None:
-        rounded_kernel = kernel_by_products if kinds in E4M3 else None
+        rounded_kernel = kernel_by_products if kinds in BY_PRODUCTS[products] else None
         attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, rounded_definition, rounded_kernel, halo=halo)
     else:
         forward_kernel = kernel if kinds in FORWARD else None

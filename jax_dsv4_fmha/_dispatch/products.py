@@ -8,30 +8,31 @@ import jax
 import jax.numpy as jnp
 
 from .. import reference
+from .._definitions.e4m3 import BF16_ROPE
 from .._definitions.packed import LAYOUTS
 from .._host import key_codes
 from .cached import CachedSource
 from .op import Arrays
 from .sources import Part, Source
-from .tables import E4M3, without_heads
+from .tables import BY_PRODUCTS, without_heads
 
 
 def definition(q: Any, sources: Sequence[Source], sink: Any, scale: float, products: str) -> Arrays:
     """Rounded q, keys and weights, in float32."""
     parts = [part for source in sources for part in source.parts()]
-    q32, *keys = reference.rounded_for_products(q, *(without_heads(part.keys) for part in parts))
+    q32, *keys = reference.rounded_for_products(products, q, *(without_heads(part.keys) for part in parts))
     parts = [dataclasses.replace(part, keys=k) for part, k in zip(parts, keys, strict=True)]
     o, lse = reference.merge([part.reference(q32, None, scale, products=products) for part in parts], sink)
-    return o.astype(q.dtype), lse
+    return o[..., : q.shape[-1]].astype(q.dtype), lse
 
 
-def by_kernel(q: Any, sources: Sequence[Source], sink: Any, scale: float) -> Arrays:
-    parts, units = _in_codes(sources, q.shape[0])
-    row = E4M3[tuple(kind for source in sources for kind in source.kinds)]
+def by_kernel(q: Any, sources: Sequence[Source], sink: Any, scale: float, products: str) -> Arrays:
+    parts, units = _in_codes(sources, q.shape[0], rope=products == BF16_ROPE)
+    row = BY_PRODUCTS[products][tuple(kind for source in sources for kind in source.kinds)]
     return row.run(q, *row.operands(*parts), sink, units, scale=scale)
 
 
-def _in_codes(sources: Sequence[Source], b: int) -> tuple[list[Part], jax.Array]:
+def _in_codes(sources: Sequence[Source], b: int, rope: bool) -> tuple[list[Part], jax.Array]:
     """Parts with codes as keys, and the unit of each batch entry's, float32 [b]; no key is in memory in between."""
     found = [_located(source) for source in sources]
     how = [(*_in_pool(pool, slots, packing), packing) for _, pool, slots, packing in found]
@@ -40,7 +41,7 @@ def _in_codes(sources: Sequence[Source], b: int) -> tuple[list[Part], jax.Array]
     made = []
     for (part, *_), (pool, slots, packing) in zip(found, how, strict=True):
         units = jnp.broadcast_to(unit, slots.shape[:1])
-        (codes,) = key_codes.key_codes(pool, slots, units, packing=packing)
+        (codes,) = key_codes.key_codes(pool, slots, units, packing=packing, rope=rope)
         made.append(dataclasses.replace(part, keys=codes))
     return made, jnp.broadcast_to(unit, (b,))
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._definitions import e4m3
 from .._definitions.packed import LAYOUTS
 from .._host import attention, gradients, library
 from .op import Arrays
@@ -145,11 +146,17 @@ TURNED: dict[tuple[str, ...], Kernel] = {
 }
 """With a `Turn`"""
 
-E4M3: dict[tuple[str, ...], Kernel] = {
-    ("span",): Kernel("hca_fwd_e4m3", attention.hca_fwd_e4m3, _span_beside_none),
-    ("span", "selection"): Kernel("csa_fwd_e4m3", attention.csa_fwd_e4m3, _span_and_pool),
-    ("span", "span"): Kernel("hca_fwd_e4m3", attention.hca_fwd_e4m3),
-}
+
+def _by_products(suffix: str) -> dict[tuple[str, ...], Kernel]:
+    csa, hca = f"csa_fwd_{suffix}", f"hca_fwd_{suffix}"
+    return {
+        ("span",): Kernel(hca, getattr(attention, hca), _span_beside_none),
+        ("span", "selection"): Kernel(csa, getattr(attention, csa), _span_and_pool),
+        ("span", "span"): Kernel(hca, getattr(attention, hca)),
+    }
+
+
+BY_PRODUCTS = {e4m3.E4M3: _by_products("e4m3"), e4m3.BF16_ROPE: _by_products("e4m3_bf16_rope")}
 """By products of e4m3: they take codes in place of keys, and after the sink the unit of each batch entry's"""
 
 TURNED_DIMS = 64

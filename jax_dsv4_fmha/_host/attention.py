@@ -5,7 +5,8 @@ without it.
 float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back.
 
 `csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as codes, float8_e4m3fn, and after the
-sink float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with.
+sink float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with. With `_bf16_rope` a key
+is 640 bytes, as `key_codes` makes them with rope, and the last 64 dimensions of its scores' products are of bfloat16.
 """
 
 import functools
@@ -160,6 +161,9 @@ mla_span_fwd_turned, csa_fwd_turned, hca_fwd_turned = (
 
 
 csa_fwd_e4m3, hca_fwd_e4m3 = (functools.partial(run, op=f"{run.__name__}_e4m3") for run in (csa_fwd, hca_fwd))
+csa_fwd_e4m3_bf16_rope, hca_fwd_e4m3_bf16_rope = (
+    functools.partial(run, op=f"{run.__name__}_e4m3_bf16_rope") for run in (csa_fwd, hca_fwd)
+)
 
 
 def _norm(eps: dict[str, float]) -> dict[str, Any]:

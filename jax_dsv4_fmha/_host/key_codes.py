@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from . import library
 from .call import call
 
-D = 512
+D, ROPE = 512, 64
 
 
 def key_tops(keys: jax.Array, slots: jax.Array, *, packing: str) -> tuple[jax.Array]:
@@ -24,15 +24,18 @@ def key_tops(keys: jax.Array, slots: jax.Array, *, packing: str) -> tuple[jax.Ar
     return (tops,)
 
 
-def key_codes(keys: jax.Array, slots: jax.Array, units: jax.Array, *, packing: str) -> tuple[jax.Array]:
+def key_codes(
+    keys: jax.Array, slots: jax.Array, units: jax.Array, *, packing: str, rope: bool = False
+) -> tuple[jax.Array]:
     """float8_e4m3fn `[b, n, 512]`: each key divided by its sequence's unit, a power of two; what is in the place of an
     absent key is not written.
 
     Args:
       units: float32 `[b]`.
       keys, slots, packing: as in `key_tops`.
+      rope: 128 bytes more of each key, `[b, n, 640]`: the last 64 of the same numbers in bfloat16.
     """
-    result = jax.ShapeDtypeStruct((*slots.shape, D), jnp.float8_e4m3fn)
+    result = jax.ShapeDtypeStruct((*slots.shape, D + 2 * ROPE * rope), jnp.float8_e4m3fn)
     (codes,) = call("key_codes", (result,), keys, slots, units, packing=packing)
     return (codes,)
 

@@ -93,6 +93,7 @@ def dsv4_attention(
       products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
         4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
         and there is no gradient. A Cache, packed in any layout or not, becomes codes sequence by sequence.
+        "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for the scores: d is greater.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.

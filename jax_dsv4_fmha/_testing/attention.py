@@ -13,6 +13,7 @@ import numpy as np
 from .. import dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
 from .._check import Implementation, Method
 from .._definitions.cache import Cache
+from .._definitions.e4m3 import BF16_ROPE
 from .._definitions.e4m3 import E4M3 as E4M3_PRODUCTS
 from .._definitions.packed import LAYOUTS, quantize_cache
 from .._definitions.span import Span
@@ -63,6 +64,7 @@ class AttentionCase(Case):
     # "fp8", "v4_fp4", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
     # "pages": dsv4_decode: the window's pages have another size
     # "e4m3": products of e4m3, whose definition tests/test_fp8_products.py compares with float64
+    # "bf16_rope": with these, RoPE's part of scores is of bfloat16
 
     @property
     @abstractmethod
@@ -96,7 +98,8 @@ class AttentionCase(Case):
         if self.has_large_q:
             q = (q.astype(np.float32) * _LARGE).astype(q.dtype)
         args, others = self._others(rng)
-        products = {"products": E4M3_PRODUCTS} if self.by_e4m3 else {}
+        chosen = BF16_ROPE if "bf16_rope" in self.features else E4M3_PRODUCTS
+        products = {"products": chosen} if self.by_e4m3 else {}
         return (q, *args), kwargs | others | products
 
     @abstractmethod

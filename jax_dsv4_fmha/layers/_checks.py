@@ -9,7 +9,7 @@ import jax
 
 from .. import Cache, _check
 from .._definitions import explicit_axes
-from .._definitions.e4m3 import E4M3
+from .._definitions.e4m3 import BF16_ROPE, PRODUCTS, ROPE
 from .._definitions.packed import LAYOUTS
 from . import _operands
 from ._joined import JOINED
@@ -31,7 +31,7 @@ def fitting(layer: DSV4Attention) -> None:
     _check.integer(_OP, "ratio", layer.ratio, 0)
     _check.epsilon(_OP, layer.eps)
     _check.batch_invariant(_OP, layer.batch_invariant, None)
-    _check.one_of(_OP, "products", layer.products, (None, E4M3))
+    _check.one_of(_OP, "products", layer.products, (None, *PRODUCTS))
     if layer.products is not None and layer.batch_invariant:
         raise _check.error(ValueError, _OP, "products", layer.products, "None with batch_invariant=True")
     if layer.heads % layer.o_groups:
@@ -39,6 +39,8 @@ def fitting(layer: DSV4Attention) -> None:
     for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):
         if not isinstance(getattr(layer, name), kind):
             raise _check.error(TypeError, _OP, name, getattr(layer, name), f"a {name.title()}")
+    if layer.products == BF16_ROPE and layer.rope.dims != ROPE:
+        raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"{ROPE} with products={BF16_ROPE!r}")
     if layer.rope.dims > layer.d:
         raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"at most d={layer.d}")
     own = layer.compressor

@@ -3,7 +3,8 @@
     key_tops    tops[b, w]   = the greatest finite |x| of the keys that a warp has
     key_codes   codes[b, i]  = e4m3(x / unit[b])          x: entry slots[b, i] of the pool, as its layout means it
 
-A key is read once by each, as it is packed, and written once, in 512 bytes: no number of it is in memory in bfloat16.
+A key is read once by each, as it is packed, and written once, in 512 bytes. With `rope` the last 64 of x / unit follow
+in bfloat16, which has them exactly: 128 bytes more.
 Between the two XLA makes a power of two of all tops. Both are bound by memory. A warp has a few keys, whose loads are
 under way together, and a lane 16 neighbouring numbers of each. A key in a slot below 0 is neither read nor written.
 """
@@ -15,17 +16,18 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from kernels.abi import KeyCodes
 from kernels.aot import Compiled
 from kernels.lib.fp8_rows import write_words
 from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.packed import FORMATS, MIDDLE_IN_BF16, Format, half_and_middle, unpacked
-from kernels.lib.ptx import bits_of, float_of, scale_of_e4m3, scale_of_ue8m0, to_e4m3
+from kernels.lib.ptx import bits_of, float_of, round_pair, scale_of_e4m3, scale_of_ue8m0, to_e4m3
 from kernels.lib.rows import WARP, ceil_div, divide, load, store
 
 D = 512
+ROPE = 64  # the last of them
 NUMBERS = D // WARP  # of a key, that a lane has
 INFINITY = 0x7F800000  # bits of a float32
 NAN = 0x7FC00000
@@ -37,6 +39,7 @@ class Config:
     dtype: str  # of keys that are not packed
     packing: str  # of `packed.FORMATS`; "" where they are not
     is_tops: bool
+    rope: bool
     threads: int = 256
     tile_n: int = 4  # keys of a warp
     smem_bytes: int = 0
@@ -49,6 +52,11 @@ class Config:
     def tile_m(self) -> int:
         """Keys of a CTA."""
         return self.warps * self.tile_n
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what is made of a key."""
+        return D + 2 * ROPE * self.rope
 
     @property
     def form(self) -> Format | None:
@@ -74,7 +82,7 @@ class Arrays(NamedTuple):
     slots: cute.Pointer  # int32 [b, n]
     units: cute.Pointer  # float32 [b], powers of two
     tops: cute.Pointer  # float32 [b, n / keys of a warp]
-    codes: cute.Pointer  # e4m3 [b, n, D]
+    codes: cute.Pointer  # bytes [b, n, row_bytes]
 
 
 class Extents(NamedTuple):
@@ -138,8 +146,10 @@ class KeyCodesKernel(Kernel):
                 for j in cutlass.range_constexpr(NUMBERS // 4):
                     words[j] = to_e4m3(*(finite(numbers[4 * j + k, i]) * inverse for k in range(4)))
                 if slots[i] >= 0:
-                    place = arrays.codes + ((Int64(sequence) * n.n + first + i) * D + lane * NUMBERS)
-                    write_words(words, place, NUMBERS // 4)
+                    row = arrays.codes + (Int64(sequence) * n.n + first + i) * c.row_bytes
+                    write_words(words, row + lane * NUMBERS, NUMBERS // 4)
+                    if cutlass.const_expr(c.rope):
+                        write_rope(numbers[None, i], inverse, row + D, lane)
 
     @cute.jit
     def read(self, numbers: cute.Tensor, arrays: Arrays, n: Extents, slots: cute.Tensor, lane: Int32):
@@ -219,6 +229,17 @@ def finite(x: Float32) -> Float32:
     return x if bits_of(x) & 0x7FFFFFFF < INFINITY else float_of(Int32(NAN))
 
 
+@cute.jit
+def write_rope(numbers: cute.Tensor, inverse: Float32, place: cute.Pointer, lane: Int32):
+    """RoPE's numbers of a key, by the last lanes."""
+    before = lane - (D - ROPE) // NUMBERS
+    if before >= 0:
+        words = cute.make_rmem_tensor(NUMBERS // 2, Uint32)
+        for j in cutlass.range_constexpr(NUMBERS // 2):
+            words[j] = round_pair(*(finite(numbers[2 * j + k]) * inverse for k in range(2)), BFloat16)
+        write_words(words, place + before * (2 * NUMBERS), NUMBERS // 2)
+
+
 def as_numbers(numbers: cute.Tensor, words: cute.Tensor) -> None:
     """Of pairs of bfloat16."""
     for j in range(NUMBERS // 2):
@@ -234,5 +255,5 @@ def read_words(words: cute.Tensor, source: cute.Pointer, count: int) -> None:
 
 
 def compile(variant: KeyCodes, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.packing, variant.op == "key_tops")
+    config = Config(variant.dtype, variant.packing, variant.op == "key_tops", variant.rope)
     return KeyCodesKernel(config).compile(variant, out_dir)

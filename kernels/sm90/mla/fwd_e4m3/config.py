@@ -5,6 +5,7 @@ from functools import cached_property
 
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, registers_at_launch
 from kernels.lib.rows import PUBLISHED
+from kernels.lib.wgmma import SLAB
 
 
 @dataclass(frozen=True)
@@ -12,11 +13,10 @@ class Config:
     d: int
     dtype: str  # of q and o
     sources: tuple[str, ...]  # "span" or "selection", in the order in which they are taken; keys of all are gathered
+    rope: int = 0  # the last dimensions, whose part of scores is of bfloat16
     tile_m: int = 64
     tile_n: int = 64
     stages_q: int = 2
-    stages_k: int = 4  # and of P
-    staged: int = 8  # rows of q that a warp has under way
     shared_kv: bool = True
     gathers: bool = True
     cluster: int = 1
@@ -31,19 +31,38 @@ class Config:
         return self.d // 2
 
     @property
+    def stages_k(self) -> int:
+        """Of keys and of P. SMEM holds as many."""
+        return 3 if self.rope else 4
+
+    @property
+    def staged(self) -> int:
+        """Rows of q that a warp has under way."""
+        return 4 if self.rope else 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key, and of a row of q in SMEM: codes, and RoPE's numbers."""
+        return self.d + 2 * self.rope
+
+    @property
     def words(self) -> int:
         """Numbers of two bytes in a key, which `Selection` copies."""
-        return self.d // 2
+        return self.row_bytes // 2
 
     @cached_property
     def smem_bytes(self) -> int:
-        tiles = self.d * self.stages_q * self.tile_m + (self.d + self.tile_m) * self.stages_k * self.tile_n
+        rows = self.row_bytes * (self.stages_q * self.tile_m + self.stages_k * self.tile_n)
+        tiles = rows + self.tile_m * self.stages_k * self.tile_n
         given = 2 * self.d * self.staged * self.warps_of_q
         numbers = 4 * (self.stages_k * (self.tile_m + WARPGROUP // 32) + 2 * 2 * self.tile_m)
-        infos = 8 * self.stages_k + 4 * 2 * (2 + PUBLISHED) + 16  # with what 16-byte alignment adds
+        absent = -(-8 * self.stages_k // 16) * 16
+        infos = absent + 4 * 2 * (2 + PUBLISHED) + 16  # with what 16-byte alignment adds
         return tiles + given + numbers + infos + 8 * (2 * (self.stages_q + self.stages_k + 2 + 2) + self.stages_k)
 
     def __post_init__(self):
+        if self.rope not in (0, SLAB):
+            raise ValueError(f"RoPE's numbers are a slab, {SLAB}, or none, got {self.rope}")
         if self.d != 512:  # half of it is four products of 64 columns, whose sums fill a thread's registers
             raise ValueError(f"d must be 512, got {self.d}")
         producer, scores, products = self.registers

@@ -1,7 +1,8 @@
 """Attention for Hopper over a latent that is both K and V, head dimension 512, by products of e4m3.
 
 Keys come as codes of e4m3, 512 bytes each, in one unit for all keys of a batch entry, and are gathered as they are. q
-is bfloat16, and is rounded here, in a unit for each row.
+is bfloat16, and is rounded here, in a unit for each row. Where RoPE is kept, its 64 numbers follow a key's codes in
+bfloat16, in the same unit, and those of q are as exact: their products are added to the scores last.
 
     two warps  q rounded, up to two row tiles ahead
                    | q full                                            ^ q empty
@@ -63,7 +64,7 @@ from kernels.lib.selections import (
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, by_row, exp2
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tile_scheduler import TileScheduler
-from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, round_pair
+from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, round_pair, tiled_mma
 
 from .config import Config
 from .smem import WARPS, Barriers, Shared, filled
@@ -73,6 +74,7 @@ HEAD, LIMIT = 5, 8.5  # P is about 2^HEAD at most when a reference is set, and 2
 TO_INTEGER = 12582912.0  # 1.5 2^23: added and subtracted, it rounds to an integer
 TOP = 134  # the biased exponent of the greatest number of a row of q in its unit: below 256, of e4m3's 448
 COLUMNS = 64  # of O, of a product
+DEPTH = 32  # of a product
 PAIR = 2  # rows that a warp rounds at a time, so that neither waits for its own results
 NAN, MINUS_ZERO = 0x7FFF7FFF, 0x80008000  # pairs of bfloat16
 LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit is a number
@@ -88,7 +90,7 @@ class Units(NamedTuple):
 
 
 def product(n: int, source: Any) -> cute.TiledMma:
-    op = warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, (64, n, 32), source, K_MAJOR, K_MAJOR)
+    op = warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, (64, n, DEPTH), source, K_MAJOR, K_MAJOR)
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
@@ -101,6 +103,7 @@ class Scores:
     qk: cute.TiledMma
     a: cute.Tensor  # (.., row tile & 1)
     b: cute.Tensor  # (.., stage)
+    of_rope: tuple[cute.TiledMma, cute.Tensor, cute.Tensor] | None  # the same of RoPE, where it is kept
     scores: cute.Tensor  # of every other tile
     scale: cute.Tensor  # of each row
     ref: cute.Tensor  # the exponent that P is relative to
@@ -110,11 +113,16 @@ class Scores:
     @staticmethod
     def of(smem: Shared) -> "Scores":
         qk = product(64, warpgroup.OperandSource.SMEM)
+        of_rope = None
+        if smem.q_rope is not None:
+            mma = tiled_mma(BFloat16, 64, K_MAJOR)
+            of_rope = mma, operand_a(mma, smem.q_rope), operand_b(mma, smem.k_rope)
         rows = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(4))
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = row_of(thread, 0)
         row_of_p = keep(row * 64 + row // 2 % 4 * 16 + thread % 4 * 4)
-        return Scores(thread, row_of_p, qk, operand_a(qk, smem.q), operand_b(qk, smem.k), accumulator(qk, 64), *rows)
+        a, b = operand_a(qk, smem.q), operand_b(qk, smem.k)
+        return Scores(thread, row_of_p, qk, a, b, of_rope, accumulator(qk, 64), *rows)
 
     def others(self) -> cute.Tensor:
         """Those of the tiles between: made anew for each, so that nothing of the last one is kept."""
@@ -205,14 +213,18 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         c, lane = self.config, cute.arch.lane_idx()
         chunk, row0 = lane % LANES_A_ROW, lane // LANES_A_ROW
         each = WARP // LANES_A_ROW  # keys at a time
-        target0 = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + warp * (WARP * SLAB_BYTES) + row0 * SLAB_BYTES
+        of_warp = warp * (WARP * SLAB_BYTES) + row0 * SLAB_BYTES
+        target0 = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + of_warp
         for i in cutlass.range_constexpr(WARP // each):
             key = cute.arch.shuffle_sync(index, i * each + row0)
-            source = keys.toint() + Int64(cutlass.max(key, Int32(0))) * c.d + chunk * 16
+            source = keys.toint() + Int64(cutlass.max(key, Int32(0))) * c.row_bytes + chunk * 16
             size = Int32(16) if key >= 0 else Int32(0)
-            target = target0 + i * (each * SLAB_BYTES) + (chunk ^ row0 ^ i * each % 8) * 16
+            of_chunk = i * (each * SLAB_BYTES) + (chunk ^ row0 ^ i * each % 8) * 16
             for slab in cutlass.range_constexpr(c.d // SLAB_BYTES):
-                copy_or_zero(target + slab * (c.tile_n * SLAB_BYTES), source + slab * SLAB_BYTES, size)
+                copy_or_zero(target0 + of_chunk + slab * (c.tile_n * SLAB_BYTES), source + slab * SLAB_BYTES, size)
+            if cutlass.const_expr(c.rope):
+                rope = smem.k_rope.iterator.toint() + stage * (c.tile_n * SLAB_BYTES) + of_warp
+                copy_or_zero(rope + of_chunk, source + c.d, size)
 
     @cute.jit
     def round_queries(self, bar: Barriers, smem: Shared, q: cute.Pointer, units: Units, n: Extents):
@@ -248,7 +260,12 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             cute.arch.cp_async_commit_group()
         words = cute.make_rmem_tensor((4, 2, PAIR), Uint32)
         tops = cute.make_rmem_tensor(PAIR, Uint32)
+        rope = Int32(0)
+        if cutlass.const_expr(c.rope):  # the last lanes have its chunks
+            rope = smem.q_rope.iterator.toint() + (stage * c.tile_m + warp * each) * SLAB_BYTES
+            rope += (lane - (WARP - c.rope // 8)) * 16
         for done in cutlass.range(0, each, c.staged, unroll=1):
+            of_done = done % 8 * 16 if cutlass.const_expr(c.staged % 8) else Int32(0)
             for i in cutlass.range_constexpr(0, c.staged, PAIR):
                 cute.arch.cp_async_wait_group(c.staged // PAIR - 1)
                 for k in cutlass.range_constexpr(PAIR):
@@ -261,7 +278,8 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                     tops[k] = warp_max_u32(tops[k])
                 for k in cutlass.range_constexpr(PAIR):
                     up, unit = units_of(tops[k])
-                    target = (codes + done * SLAB_BYTES ^ (i + k) % 8 * 16) + (i + k) * SLAB_BYTES
+                    place = (i + k) % 8 * 16 if cutlass.const_expr(c.staged % 8 == 0) else of_done ^ (i + k) * 16
+                    target = (codes + done * SLAB_BYTES ^ place) + (i + k) * SLAB_BYTES
                     for half in cutlass.range_constexpr(2):
                         eight = cute.make_rmem_tensor(2, Uint32)
                         for j in cutlass.range_constexpr(2):
@@ -269,6 +287,13 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                                 *(fma_bf16x2(words[2 * j + x, half, k], up, Uint32(MINUS_ZERO)) for x in range(2))
                             )
                         cute.autovec_copy(eight, shared_words(target + half * (2 * c.tile_m * SLAB_BYTES), 2))
+                    if cutlass.const_expr(c.rope):  # noqa: SIM102, at compile time
+                        if lane >= WARP - c.rope // 8:
+                            exact = cute.make_rmem_tensor(4, Uint32)
+                            for j in cutlass.range_constexpr(4):
+                                exact[j] = fma_bf16x2(words[j, 1, k], up, Uint32(MINUS_ZERO))
+                            here = (rope + done * SLAB_BYTES ^ place) + (i + k) * SLAB_BYTES
+                            cute.autovec_copy(exact, shared_words(here, 4))
                     if lane == 0:
                         smem.scale[warp * each + done + i + k, stage] = unit * scale
                 if done + c.staged < each:
@@ -339,7 +364,11 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         cute.arch.fence_proxy("async.shared", space="cta")  # keys came through the generic proxy
         in_own_registers(scores)
         q, keys = s.a[None, None, None, wave & 1], s.b[None, None, None, state.index]
-        multiply(s.qk, scores, q, keys, fresh=True)
+        blocks = None if s.of_rope is None else range((self.config.d - self.config.rope) // DEPTH)
+        multiply(s.qk, scores, q, keys, fresh=True, blocks=blocks)
+        if cutlass.const_expr(s.of_rope is not None):
+            mma, q, keys = s.of_rope
+            multiply(mma, scores, q[None, None, None, wave & 1], keys[None, None, None, state.index])
 
     @cute.jit
     def receive(self, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
@@ -565,4 +594,5 @@ def load_values(a: cute.Tensor, address: Int32) -> None:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return MlaFwdE4m3Sm90(Config(variant.d, variant.dtype, variant.sources)).compile(variant, out_dir)
+    config = Config(variant.d, variant.dtype, variant.sources, rope=SLAB * variant.keeps_rope)
+    return MlaFwdE4m3Sm90(config).compile(variant, out_dir)

@@ -53,6 +53,8 @@ class Shared:
 
     q: cute.Tensor  # (64, d, row tile & 1)
     k: cute.Tensor  # (tile_n, d, stage)
+    q_rope: cute.Tensor | None  # bfloat16 (64, rope, row tile & 1), in the units of the codes
+    k_rope: cute.Tensor | None  # bfloat16 (tile_n, rope, stage), likewise
     p: cute.Tensor  # (64, tile_n, stage)
     given: cute.Tensor  # bfloat16 (d, row, warp): rows of q before they are rounded
     factor: cute.Tensor  # (64, stage of p): of the sums before
@@ -68,19 +70,25 @@ class Shared:
     def allocate(c: Any) -> tuple[Barriers, "Shared"]:
         smem = SmemAllocator()
 
-        def tile(layout: cute.ComposedLayout) -> cute.Tensor:
-            return smem.allocate_tensor(Float8E4M3FN, layout.outer, 1024, swizzle=layout.inner)
+        def tile(layout: cute.ComposedLayout, dtype: Any = Float8E4M3FN) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
+
+        def of_rope(*shape: int) -> cute.Tensor | None:
+            return tile(slab_layout(BFloat16, *shape), BFloat16) if c.rope else None
 
         def numbers(dtype: Any, *shape: int) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(shape), 16)
 
         q = tile(slab_layout(Float8E4M3FN, c.tile_m, c.d, c.stages_q))
         k = tile(slab_layout(Float8E4M3FN, c.tile_n, c.d, c.stages_k))
+        q_rope, k_rope = of_rope(c.tile_m, c.rope, c.stages_q), of_rope(c.tile_n, c.rope, c.stages_k)
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float8E4M3FN)
         p = tile(cute.tile_to_shape(atom, (c.tile_m, c.tile_n, c.stages_k), order=(0, 1, 2)))
         shared = Shared(
             q,
             k,
+            q_rope,
+            k_rope,
             p,
             numbers(BFloat16, c.d, c.staged, c.warps_of_q),
             numbers(Float32, c.tile_m, c.stages_k),
@@ -96,5 +104,7 @@ class Shared:
 
 
 def filled(ring: Ring, fill: Int32) -> PipelineState:
-    """`Ring.at` of a ring whose stages are a power of two: without the division of a signed number."""
+    """`Ring.at`, without the division of a signed number where stages are a power of two."""
+    if ring.stages & ring.stages - 1:
+        return ring.at(fill)
     return PipelineState(ring, fill & ring.stages - 1, fill >> ring.stages.bit_length() - 1 & 1)
