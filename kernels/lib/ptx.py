@@ -257,6 +257,14 @@ def store_shared_words(address: Int32, words: tuple[Uint32, ...]) -> None:
     ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", Int32(address), *map(Uint32, words))
 
 
+def store_shared_e4m3(address: Int32, offset: int, x: Float32, y: Float32) -> None:
+    """Two numbers rounded to e4m3, `offset` bytes after address; beyond 448 they become 448."""
+    text = f"""{{ .reg .b16 codes;
+        cvt.rn.satfinite.e4m3x2.f32 codes, $2, $1;
+        st.shared.b16 [$0+{offset}], codes;\n}}"""
+    ptx(text, Int32(address), Float32(x), Float32(y))
+
+
 def count_in_shared(address: Int32) -> None:
     """Adds 1 to a number in shared memory."""
     ptx("red.shared.add.u32 [$0], 1;", address)

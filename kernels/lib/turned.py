@@ -114,17 +114,26 @@ def loaded(chunk: cute.Tensor) -> cute.Tensor:
 
 def turn_back(acc: cute.Tensor, turn: Turn, tile: RowTile, boxed: BoxedRows, thread: Int32) -> None:
     """Rotates an accumulator of the last slab back."""
-    rows, pair = by_row(acc), cute.make_layout(2)
-    blocks, lane = SLAB // CHUNK, thread % QUAD
-    rotations = cute.make_rmem_tensor((2, blocks), Float32)
     for r in range(ROWS):
-        here = turn.at(tile, boxed, r) + lane * 2
-        for j in range(blocks):
-            place = (here + j * CHUNK).align(8)
-            cute.autovec_copy(cute.make_tensor(place, pair), rotations[None, j])
-        for j in range(blocks):
-            a, b = turned(rows[r, 2 * j], rows[r, 2 * j + 1], rotations[0, j], -rotations[1, j])
-            rows[r, 2 * j], rows[r, 2 * j + 1] = a, b
+        rotate_back(acc, acc, rotations_of(turn, tile, boxed, thread, r), r)
+
+
+def rotations_of(turn: Turn, tile: RowTile, boxed: BoxedRows, thread: Int32, r: int) -> cute.Tensor:
+    """The rotations of the pairs that a thread holds of a row of an accumulator of the last slab: (2, pair)."""
+    blocks, here = SLAB // CHUNK, turn.at(tile, boxed, r) + thread % QUAD * 2
+    rotations = cute.make_rmem_tensor((2, blocks), Float32)
+    for j in range(blocks):
+        place = (here + j * CHUNK).align(8)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), rotations[None, j])
+    return rotations
+
+
+def rotate_back(given: cute.Tensor, made: cute.Tensor, rotations: cute.Tensor, r: int) -> None:
+    """A row of the one accumulator of the last slab, rotated back, becomes that of the other, which may be the same."""
+    x, y = by_row(given), by_row(made)
+    for j in range(SLAB // CHUNK):
+        a, b = turned(x[r, 2 * j], x[r, 2 * j + 1], rotations[0, j], -rotations[1, j])
+        y[r, 2 * j], y[r, 2 * j + 1] = a, b
 
 
 def turned(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
