@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._definitions.e4m3 import SCALED
 from . import library
 from .call import call
 from .split_kv import LARGEST, columns_pay, processors, split_count, whole_queries
@@ -29,6 +28,9 @@ call for another one, and a call whose kernels do not have it."""
 
 TILE = 64
 """heads, and keys, of a tile"""
+
+SCALED = 128
+"""columns of o that share a scale, where it is codes"""
 
 FEW_HEADS = 32
 """with at most so many a query's sums have another order, of another kernel"""
