@@ -1,5 +1,5 @@
-// The calls that make codes of e4m3 of a sequence's keys, in rows or in pages, and that find the greatest of these keys'
-// numbers.
+// The calls that make codes of e4m3 of a sequence's keys, in rows or in pages: all, in the unit of the greatest number so
+// far, and again, in place, those whose unit was not the last one.
 #pragma once
 
 #include "key_codes_plan.h"
@@ -31,14 +31,19 @@ struct KeyCodes {
     const KeyCodesChoices choices{.dtype = call.packing.empty() ? call.keys.dtype : ffi::BF16, .packing = call.packing};
     if (ffi::Error error = LookUp(call.target->name, device, choices, &kernels->front()); error.failure()) return error;
     Expectations expect;
-    const bool finds_tops = call.tops.dimensions.size() > 0;
-    if (finds_tops) expect.Shape(call.tops, {shape->b, CeilDiv(shape->n, kernels->front()->tile_n)});
+    expect.Shape(call.taken, {shape->b, CeilDiv(shape->n, kernels->front()->tile_m)});
     return expect.error();
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
+    Call there = call;
+    const bool again = call.new_codes.dimensions.size() > 0;
+    Operand& operand = again ? there.codes : there.top;
+    const Operand& result = again ? call.new_codes : call.new_top;
+    if (ffi::Error error = CopyUnlessThere(operand, result, stream); error.failure()) return error;
+    operand.data = result.data;
     Plan<KeyCodesArguments> plan;
-    const auto at = AddressesOf<KeyCodesAddresses>(call);
+    const auto at = AddressesOf<KeyCodesAddresses>(there);
     if (std::string error = PlanKeyCodes(shape, kernels.front()->tile_m, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }

@@ -409,14 +409,22 @@ def codes_by_definition(monkeypatch):
         )
         return jnp.where((slots >= 0)[..., None], rows[jnp.maximum(slots, 0)].astype(jnp.float32), jnp.nan)
 
-    def tops(pool, slots, packing):
+    def first(pool, slots, top, packing):
+        """Each sequence is a part, and takes what its keys have, if not those before."""
         keys = keys_of(pool, slots, packing)
-        return (jnp.max(jnp.where(jnp.isfinite(keys), jnp.abs(keys), 0), (1, 2))[:, None],)
+        own = jnp.max(jnp.where(jnp.isfinite(keys), jnp.abs(keys), 0), (1, 2)).view(jnp.int32)
+        top = jnp.maximum(top, own)
+        return in_unit_of(top, keys), top[:, None], top
 
-    monkeypatch.setattr(key_codes, "key_tops", tops)
-    monkeypatch.setattr(
-        key_codes, "key_codes", lambda *x, packing: (e4m3.codes(keys_of(*x[:2], packing), x[2][:, None, None]),)
-    )
+    def again(pool, slots, top, codes, taken, packing):
+        is_wrong = (taken != top[:, None])[..., None]
+        return (jnp.where(is_wrong, in_unit_of(top, keys_of(pool, slots, packing)), codes),)
+
+    def in_unit_of(top, keys):
+        return e4m3.codes(keys, e4m3.unit_of(top.view(jnp.float32)[:, None, None], axes=1))
+
+    monkeypatch.setattr(key_codes, "key_codes", first)
+    monkeypatch.setattr(key_codes, "key_codes_again", again)
 
 
 def assert_within(got, modelled):
