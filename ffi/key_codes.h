@@ -1,5 +1,5 @@
-// The calls that make codes of e4m3 of a sequence's keys, in rows or in pages, and that find the greatest of these keys'
-// numbers.
+// The calls that make codes of e4m3 of a sequence's keys, in rows or in pages: all, in the unit of the greatest number so
+// far, and again, in place, those whose unit was not the last one.
 #pragma once
 
 #include "key_codes_plan.h"
@@ -29,8 +29,7 @@ struct KeyCodes {
   }
 
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
-    const bool finds_tops = call.tops.dimensions.size() > 0;
-    const int64_t row_bytes = finds_tops ? kCodes : call.codes.dimensions[2];
+    const int64_t row_bytes = call.codes.dimensions[2];
     if (row_bytes != kCodes && row_bytes != kWithRope) {
       return Refuse(call.codes, "rows of " + std::to_string(row_bytes) + " bytes",
                     std::to_string(kCodes) + " or " + std::to_string(kWithRope));
@@ -40,13 +39,19 @@ struct KeyCodes {
                                   .rope = row_bytes == kWithRope};
     if (ffi::Error error = LookUp(call.target->name, device, choices, &kernels->front()); error.failure()) return error;
     Expectations expect;
-    if (finds_tops) expect.Shape(call.tops, {shape->b, CeilDiv(shape->n, kernels->front()->tile_n)});
+    expect.Shape(call.taken, {shape->b, CeilDiv(shape->n, kernels->front()->tile_m)});
     return expect.error();
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
+    Call there = call;
+    const bool again = call.new_codes.dimensions.size() > 0;
+    Operand& operand = again ? there.codes : there.top;
+    const Operand& result = again ? call.new_codes : call.new_top;
+    if (ffi::Error error = CopyUnlessThere(operand, result, stream); error.failure()) return error;
+    operand.data = result.data;
     Plan<KeyCodesArguments> plan;
-    const auto at = AddressesOf<KeyCodesAddresses>(call);
+    const auto at = AddressesOf<KeyCodesAddresses>(there);
     if (std::string error = PlanKeyCodes(shape, kernels.front()->tile_m, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }

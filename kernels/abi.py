@@ -643,7 +643,7 @@ class SeenSlots(Variant):
 
 @dataclass(frozen=True)
 class KeyCodes(Variant):
-    """Keys for products of e4m3: "key_codes", in a unit of each batch entry, or "key_tops", its greatest numbers."""
+    """Keys for products of e4m3: "key_codes", in the unit of the greatest number so far, then "key_codes_again"."""
 
     dtype: str  # of keys that are not packed
     packing: str = ""  # of `packings.PACKED`
@@ -653,7 +653,7 @@ class KeyCodes(Variant):
 
     @property
     def params(self) -> Params:
-        arrays = each("address", "keys", "slots", "units", "tops", "codes")
+        arrays = each("address", "keys", "slots", "top", "taken", "codes")
         return (*arrays, *each("int32", "b", "n", "page", "page_bytes"))
 
 

@@ -212,6 +212,9 @@ KEPT_BY_INSERTION = (
 """What an insertion changes: a cache, and what it pools: calls have no empty arrays, which XLA copies, and in whose
 place other calls may have theirs."""
 
+KEYS_TO_ROUND = (array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True), *arrays("slots: s32[b n]"))
+CODES_OF_KEYS = array("codes: f8e4m3fn[b n row_bytes]", aligned=True)
+
 TARGETS = (
     attention("mha_fwd", K_AND_V),
     attention("mla_span_fwd", SPAN_OF_HEADS),
@@ -404,27 +407,19 @@ TARGETS = (
             ("kv_insert_running", KEPT_BY_INSERTION),
         )
     ),
-    *(
-        Target(
-            name,
-            "key_codes",
-            (
-                array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True),
-                *arrays("slots: s32[b n]"),
-                *given,
-            ),
-            made,
-            {"packing": "string"},
-        )
-        for name, given, made in (
-            # of the keys that a warp has
-            ("key_tops", (), arrays("tops: f32[b n_tops]")),
-            (
-                "key_codes",
-                arrays("units: f32[b]"),
-                (array("codes: f8e4m3fn[b n row_bytes]", aligned=True),),
-            ),
-        )
+    Target(
+        "key_codes",
+        "key_codes",
+        (*KEYS_TO_ROUND, *arrays("top: s32[b]")),
+        (CODES_OF_KEYS, *arrays("taken: s32[b n_taken]", "new_top: s32[b]")),  # for each CTA; in place
+        {"packing": "string"},
+    ),
+    Target(
+        "key_codes_again",
+        "key_codes",
+        (*KEYS_TO_ROUND, *arrays("top: s32[b]"), CODES_OF_KEYS, *arrays("taken: s32[b n_taken]")),
+        (array("new_codes: f8e4m3fn[b n row_bytes]", aligned=True),),  # in place
+        {"packing": "string"},
     ),
     Target(
         "seen_slots",

@@ -89,14 +89,11 @@ def test_sass(key):
         return
     if isinstance(
         variant, KeyCodes
-    ):  # of four keys a slot, and a scale; a unit; 16 codes of a key, and of RoPE 32 bytes
+    ):  # of four keys a slot, and a scale; 16 codes of a key, and of RoPE 32 bytes; the greatest numbers
         found = {x: opcodes.count(x) for x in ("LDG.E", "STG.E.128", "STG.E")}
-        scales, units = 4 * (variant.packing != ""), int(variant.op == "key_codes")
-        assert found == {
-            "LDG.E": 4 + scales + units,
-            "STG.E.128": 4 * units * (1 + 2 * variant.rope),
-            "STG.E": 1 - units,
-        }, found
+        scales, again = 4 * (variant.packing != ""), variant.op == "key_codes_again"
+        assert found == {"LDG.E": 4 + scales + 2 * again, "STG.E.128": 4 + 8 * variant.rope, "STG.E": 1 - again}, found
+        assert sum(o.startswith("ATOMG.E.MAX") for o in opcodes) == 1 - again, opcodes
         return
     if isinstance(variant, FewRowsProduct):  # 64 of k at a time; boxes of 64 columns, and one of x
         assert count["HGMMA"] == 4 and count["UTMALDG"] == (4 if variant.norms else 2) + 1, count

@@ -1,4 +1,5 @@
-"""Reductions into global memory (PTX ISA 9.7.13.6 red): sums that are added to by everybody, in any order.
+"""Atomics in global memory (PTX ISA 9.7.13.5 atom, 9.7.13.6 red): sums that are added to by everybody, in any order,
+and greatest numbers.
 
 They are relaxed: they order nothing, and nobody may read or write their targets without another order. A buffer counts
 how often each of its numbers was added to.
@@ -11,16 +12,22 @@ import numpy as np
 from .decode import Decoder, Step, instruction
 from .memory import addresses
 from .parser import Instruction
-from .state import Array, Buffer, GlobalMemory, Warp
+from .state import LANES, Array, Buffer, GlobalMemory, Warp
 
 BY_HOST = 1  # the event
 
 
 def add_cleared(memory: GlobalMemory, name: str, size: int) -> int:
     """The address of a new allocation of zeros, which the host has written and a kernel may add to."""
-    address = memory.add(name, None, size)
+    return add_changed(memory, name, np.zeros(size, np.uint8))
+
+
+def add_changed(memory: GlobalMemory, name: str, data: Array) -> int:
+    """The address of a new allocation of what the host has written, and a kernel may change."""
+    address = memory.add(name, None, data.nbytes)
     buffer = memory.named(name)
     buffer.bytes[:] = 0
+    buffer.bytes[: data.nbytes] = data.view(np.uint8).ravel()
     assert buffer.shadow is not None
     buffer.shadow.writer[:], buffer.shadow.defined[:] = BY_HOST, True
     return address
@@ -59,5 +66,31 @@ def reduce(i: Instruction, d: Decoder) -> Step:
                 w.atomic = False
             np.add.at(buffer.bytes.view(dtype), numbers, given[which[order]].ravel())
             np.add.at(additions(buffer), words, 1)
+
+    return step
+
+
+@instruction("atom.global.max")
+def greatest(i: Instruction, d: Decoder) -> Step:
+    """The greatest so far of an int32 in memory, and what was there before; relaxed. The lanes go in any order."""
+    i.only("s32")
+    target, (base, offset), given = d.sink(i.args[0], "s32"), d.address(i.args[1]), d.slot(i.args[2], "s32")
+
+    def step(w: Warp) -> None:
+        at = addresses(w, base, offset, "an address")
+        w.demand(given, "an operand of an atomic")
+        numbers, old = w.read(given, np.int32)[w.lanes], np.zeros(LANES, np.int32)
+        for buffer, which, offsets in w.machine.memory.find_all(at, 4, "an atomic on"):
+            words = offsets // 4
+            w.atomic = True
+            try:
+                buffer.change(w, words)
+            finally:
+                w.atomic = False
+            memory = buffer.bytes.view(np.int32)
+            for n in w.machine.rng.sample(range(len(which)), len(which)):
+                old[np.flatnonzero(w.lanes)[which[n]]] = memory[words[n]]
+                memory[words[n]] = max(memory[words[n]], numbers[which[n]])
+        w.put(target, old.view(np.uint32))
 
     return step

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import reference
-from .._definitions.e4m3 import BF16_ROPE
+from .._definitions import e4m3
 from .._definitions.packed import LAYOUTS
 from .._host import key_codes
 from .cached import CachedSource
@@ -27,7 +27,7 @@ def definition(q: Any, sources: Sequence[Source], sink: Any, scale: float, produ
 
 
 def by_kernel(q: Any, sources: Sequence[Source], sink: Any, scale: float, products: str) -> Arrays:
-    parts, units = _in_codes(sources, q.shape[0], rope=products == BF16_ROPE)
+    parts, units = _in_codes(sources, q.shape[0], rope=products == e4m3.BF16_ROPE)
     row = BY_PRODUCTS[products][tuple(kind for source in sources for kind in source.kinds)]
     return row.run(q, *row.operands(*parts), sink, units, scale=scale)
 
@@ -36,14 +36,17 @@ def _in_codes(sources: Sequence[Source], b: int, rope: bool) -> tuple[list[Part]
     """Parts with codes as keys, and the unit of each batch entry's, float32 [b]; no key is in memory in between."""
     found = [_located(source) for source in sources]
     how = [(*_in_pool(pool, slots, packing), packing) for _, pool, slots, packing in found]
-    tops = [key_codes.key_tops(pool, slots, packing=packing)[0] for pool, slots, packing in how]
-    unit = reference.unit_of_keys(*(x[..., None] for x in tops)).reshape(-1)
+    of_all = min(slots.shape[0] for _, slots, _ in how)  # 1 where a pool is among them: all sequences have one unit
+    top, first = jnp.zeros(of_all, jnp.int32), []
+    for pool, slots, packing in how:
+        codes, taken, top = key_codes.key_codes(pool, slots.reshape(of_all, -1), top, packing=packing, rope=rope)
+        first.append((codes, taken))
     made = []
-    for (part, *_), (pool, slots, packing) in zip(found, how, strict=True):
-        units = jnp.broadcast_to(unit, slots.shape[:1])
-        (codes,) = key_codes.key_codes(pool, slots, units, packing=packing, rope=rope)
-        made.append(dataclasses.replace(part, keys=codes))
-    return made, jnp.broadcast_to(unit, (b,))
+    for (part, *_), (pool, slots, packing), x in zip(found, how, first, strict=True):
+        (codes,) = key_codes.key_codes_again(pool, slots.reshape(of_all, -1), top, *x, packing=packing)
+        made.append(dataclasses.replace(part, keys=codes.reshape(*slots.shape, -1)))
+    unit = e4m3.unit_of(jax.lax.bitcast_convert_type(top, jnp.float32)[:, None], axes=1)
+    return made, jnp.broadcast_to(unit.reshape(-1), (b,))
 
 
 def _located(source: Source) -> tuple[Part, jax.Array, jax.Array, str]:

@@ -1,12 +1,15 @@
 """Keys as products of e4m3 take them: from the bytes of a cache, or from bfloat16, to codes in one unit of a sequence.
 
-    key_tops    tops[b, w]   = the greatest finite |x| of the keys that a warp has
-    key_codes   codes[b, i]  = e4m3(x / unit[b])          x: entry slots[b, i] of the pool, as its layout means it
+    key_codes         codes[b, i] = e4m3(x / u)      x: entry slots[b, i] of the pool, as its layout means it
+    key_codes_again   the same, where u was not the unit of all keys
 
-A key is read once by each, as it is packed, and written once, in 512 bytes. With `rope` the last 64 of x / unit follow
-in bfloat16, which has them exactly: 128 bytes more.
-Between the two XLA makes a power of two of all tops. Both are bound by memory. A warp has a few keys, whose loads are
-under way together, and a lane 16 neighbouring numbers of each. A key in a slot below 0 is neither read nor written.
+The unit is a power of two of the greatest finite |x| of a sequence, which nobody knows before all keys are read. So a
+CTA of `key_codes` takes the greatest so far: `top[b]`, which it raises to that of its own keys. It says what it took.
+Where that is not the unit in the end, mostly of CTAs that began before others, `key_codes_again` makes its codes anew.
+
+A key is read once, as it is packed, and written once, in 512 bytes. With `rope` the last 64 of x / u follow in
+bfloat16, which has them exactly: 128 bytes more. Both kernels are bound by memory. A warp has a few keys, whose loads
+are under way together, and a lane 16 neighbouring numbers of each. A key in a slot below 0 is neither read nor written.
 """
 
 from dataclasses import dataclass
@@ -17,13 +20,23 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
 
 from kernels.abi import KeyCodes
 from kernels.aot import Compiled
 from kernels.lib.fp8_rows import write_words
 from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.packed import FORMATS, MIDDLE_IN_BF16, Format, half_and_middle, unpacked
-from kernels.lib.ptx import bits_of, float_of, round_pair, scale_of_e4m3, scale_of_ue8m0, to_e4m3
+from kernels.lib.ptx import (
+    bits_of,
+    float_of,
+    power_of_two,
+    round_pair,
+    scale_of_e4m3,
+    scale_of_ue8m0,
+    to_e4m3,
+    warp_max_u32,
+)
 from kernels.lib.rows import WARP, ceil_div, divide, load, store
 
 D = 512
@@ -31,6 +44,8 @@ ROPE = 64  # the last of them
 NUMBERS = D // WARP  # of a key, that a lane has
 INFINITY = 0x7F800000  # bits of a float32
 NAN = 0x7FC00000
+TOP = 7  # log2 of the least that the greatest number is in its unit
+LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
 FIRST_BYTE = 0x0404  # makes the bytes 0, code, 0, code of a word's lowest one
 
 
@@ -38,15 +53,19 @@ FIRST_BYTE = 0x0404  # makes the bytes 0, code, 0, code of a word's lowest one
 class Config:
     dtype: str  # of keys that are not packed
     packing: str  # of `packed.FORMATS`; "" where they are not
-    is_tops: bool
+    is_again: bool
     rope: bool
     threads: int = 256
     tile_n: int = 4  # keys of a warp
-    smem_bytes: int = 0
 
     @property
     def warps(self) -> int:
         return self.threads // WARP
+
+    @property
+    def smem_bytes(self) -> int:
+        """A number of each warp, and one of all."""
+        return 0 if self.is_again else 4 * (self.warps + 1)
 
     @property
     def tile_m(self) -> int:
@@ -80,8 +99,8 @@ class Config:
 class Arrays(NamedTuple):
     keys: cute.Pointer  # bytes: bfloat16 [rows, D], or pages
     slots: cute.Pointer  # int32 [b, n]
-    units: cute.Pointer  # float32 [b], powers of two
-    tops: cute.Pointer  # float32 [b, n / keys of a warp]
+    top: cute.Pointer  # int32 [b]: bits of the greatest |x| so far
+    taken: cute.Pointer  # int32 [b, CTAs of a sequence]: what each found there, or had itself
     codes: cute.Pointer  # bytes [b, n, row_bytes]
 
 
@@ -100,8 +119,8 @@ class KeyCodesKernel(Kernel):
         self,
         keys: cute.Pointer,
         slots: cute.Pointer,
-        units: cute.Pointer,
-        tops: cute.Pointer,
+        top: cute.Pointer,
+        taken: cute.Pointer,
         codes: cute.Pointer,
         b: Int32,
         n: Int32,
@@ -110,46 +129,77 @@ class KeyCodesKernel(Kernel):
         stream: cuda.CUstream,
     ):
         ctas = b * ceil_div(n, Int32(self.config.tile_m))
-        self.launch(Arrays(keys, slots, units, tops, codes), Extents(b, n, page, page_bytes), ctas=ctas, stream=stream)
+        self.launch(Arrays(keys, slots, top, taken, codes), Extents(b, n, page, page_bytes), ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
         cta = cute.arch.block_idx()[0]
-        if cutlass.const_expr(not c.is_tops):  # the other way round, since L2 has the keys that `key_tops` read last
-            cta = cute.arch.grid_dim()[0] - 1 - cta
         sequence, part = divide(cta, ceil_div(n.n, Int32(c.tile_m)))
-        first = part * c.tile_m + warp * c.tile_n
-        slots = cute.make_rmem_tensor(c.tile_n, Int32)
-        for i in cutlass.range_constexpr(c.tile_n):
-            slots[i] = Int32(-1)
-            if first + i < n.n:
-                slots[i] = load(arrays.slots + (Int64(sequence) * n.n + first + i))
-        numbers = cute.make_rmem_tensor((NUMBERS, c.tile_n), Float32)
-        self.read(numbers, arrays, n, slots, lane)
-        if cutlass.const_expr(c.is_tops):
+        first, taken = part * c.tile_m + warp * c.tile_n, arrays.taken + cta
+        if cutlass.const_expr(c.is_again):
+            top = load(arrays.top + sequence)
+            if exponent_of(load(taken)) != exponent_of(top):
+                slots, numbers = self.slots_and_numbers(arrays, n, sequence, first, lane)
+                self.write(arrays, n, sequence, first, slots, numbers, top, lane)
+        else:
+            slots, numbers = self.slots_and_numbers(arrays, n, sequence, first, lane)
             most = Int32(0)
             for i in cutlass.range_constexpr(c.tile_n):
                 for j in cutlass.range_constexpr(NUMBERS):
                     size = bits_of(numbers[j, i]) & 0x7FFFFFFF
                     most = cutlass.max(most, size if size < INFINITY else Int32(0))
-            for offset in (1, 2, 4, 8, 16):
-                most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=offset))
-            if (lane == 0) & (first < n.n):
-                place = arrays.tops + (Int64(sequence) * ceil_div(n.n, Int32(c.tile_n)) + first // c.tile_n)
-                store(place, float_of(most))
-        else:
-            inverse = 1 / load(arrays.units + sequence)
-            for i in cutlass.range_constexpr(c.tile_n):
-                words = cute.make_rmem_tensor(NUMBERS // 4, Uint32)
-                for j in cutlass.range_constexpr(NUMBERS // 4):
-                    words[j] = to_e4m3(*(finite(numbers[4 * j + k, i]) * inverse for k in range(4)))
-                if slots[i] >= 0:
-                    row = arrays.codes + (Int64(sequence) * n.n + first + i) * c.row_bytes
-                    write_words(words, row + lane * NUMBERS, NUMBERS // 4)
-                    if cutlass.const_expr(c.rope):
-                        write_rope(numbers[None, i], inverse, row + D, lane)
+            tops = SmemAllocator().allocate_tensor(Int32, cute.make_layout(c.warps + 1), 4)
+            tops[warp] = Int32(warp_max_u32(Uint32(most)))
+            cute.arch.sync_threads()
+            if warp == 0:
+                most = Int32(warp_max_u32(Uint32(tops[lane % c.warps])))
+                if lane == 0:
+                    most = cutlass.max(most, cute.arch.atomic_max(arrays.top + sequence, most))
+                    tops[c.warps] = most
+                    store(taken, most)
+            cute.arch.sync_threads()
+            self.write(arrays, n, sequence, first, slots, numbers, tops[c.warps], lane)
+
+    def slots_and_numbers(self, arrays: Arrays, n: Extents, sequence: Int32, first: Int32, lane: Int32) -> tuple:
+        """Where a warp's keys are, -1 for none, and a lane's numbers of each."""
+        slots = cute.make_rmem_tensor(self.config.tile_n, Int32)
+        numbers = cute.make_rmem_tensor((NUMBERS, self.config.tile_n), Float32)
+        self.read_slots(slots, arrays, n, sequence, first)
+        self.read(numbers, arrays, n, slots, lane)
+        return slots, numbers
+
+    @cute.jit
+    def read_slots(self, slots: cute.Tensor, arrays: Arrays, n: Extents, sequence: Int32, first: Int32):
+        for i in cutlass.range_constexpr(self.config.tile_n):
+            slots[i] = Int32(-1)
+            if first + i < n.n:
+                slots[i] = load(arrays.slots + (Int64(sequence) * n.n + first + i))
+
+    @cute.jit
+    def write(
+        self,
+        arrays: Arrays,
+        n: Extents,
+        sequence: Int32,
+        first: Int32,
+        slots: cute.Tensor,
+        numbers: cute.Tensor,
+        top: Int32,
+        lane: Int32,
+    ):
+        """Codes of a warp's keys in the unit of this top."""
+        inverse = power_of_two(2 * 127 + TOP - exponent_of(top))
+        for i in cutlass.range_constexpr(self.config.tile_n):
+            words = cute.make_rmem_tensor(NUMBERS // 4, Uint32)
+            for j in cutlass.range_constexpr(NUMBERS // 4):
+                words[j] = to_e4m3(*(finite(numbers[4 * j + k, i]) * inverse for k in range(4)))
+            if slots[i] >= 0:
+                row = arrays.codes + (Int64(sequence) * n.n + first + i) * self.config.row_bytes
+                write_words(words, row + lane * NUMBERS, NUMBERS // 4)
+                if cutlass.const_expr(self.config.rope):
+                    write_rope(numbers[None, i], inverse, row + D, lane)
 
     @cute.jit
     def read(self, numbers: cute.Tensor, arrays: Arrays, n: Extents, slots: cute.Tensor, lane: Int32):
@@ -220,7 +270,12 @@ class KeyCodesKernel(Kernel):
             words[i] = pairs[i]
 
     def examples(self, variant: KeyCodes) -> tuple:
-        return *pointers("bfloat16", "bytes", "int32", "float32", "float32", "bytes"), *[i32()] * 4
+        return *pointers("bfloat16", "bytes", "int32", "int32", "int32", "bytes"), *[i32()] * 4
+
+
+def exponent_of(top: Int32) -> Int32:
+    """The biased exponent of the greatest number, as the unit has it."""
+    return cutlass.max(top >> 23, Int32(127 + LEAST_EXPONENT))
 
 
 @cute.jit
@@ -255,5 +310,5 @@ def read_words(words: cute.Tensor, source: cute.Pointer, count: int) -> None:
 
 
 def compile(variant: KeyCodes, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.packing, variant.op == "key_tops", variant.rope)
+    config = Config(variant.dtype, variant.packing, variant.op == "key_codes_again", variant.rope)
     return KeyCodesKernel(config).compile(variant, out_dir)
