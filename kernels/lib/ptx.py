@@ -358,7 +358,7 @@ def copy_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
 
 
 def copy_once_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
-    """`copy_or_zero` of what nobody reads again: it is the first that L2 gives up."""
+    """`copy_or_zero` of bytes that are not read again: L2 evicts their lines first."""
     text = """{ .reg .b64 evict_first; mov.b64 evict_first, 0x12F0000000000000;
         cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, $2, evict_first; }"""
     ptx(text, Int32(smem), Int64(gmem), Int32(present))
