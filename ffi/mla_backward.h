@@ -1,11 +1,18 @@
 // The calls of the gradient of attention over latents, which are K and V: over the keys of one or two sources -> dq like
-// q, and for each source dkv, f32 like its keys. Where resolution, f32 [n], has a number, the sums of dkv are in fixed
-// point, u32 [..., 2] like the keys, with `resolution` units to 1, and do not depend on order. With P = exp(S - lse),
+// q, and for each source dkv, f32 like its keys. Where resolution, f32 [n], has numbers, one for every key, one source
+// after the other, the sums of dkv are in fixed point, u32 like the keys, with so many units to 1 for each number of a
+// key, and do not depend on order. With P = exp(S - lse),
 //
 //   dS = scale P * (sink_factor dout K' - delta)        dq = dS K        dkv = dS' Q + (sink_factor P)' dout
 //
 // Calls that are named so turn q and dout: q comes before its norm and RoPE, dq is of that, and dout is [groups, b, s_q,
 // heads of a group, d], as a product over groups of heads makes it.
+//
+// Calls that are named so bound dkv instead. For each key they add up, rounded upwards with `resolution` units to 1,
+//
+//   P (|scale (sink_factor dout K' - delta)| + most_of_p)
+//
+// over all rows, in 64 bits. The highest is set where what is added is not finite.
 //
 // A row whose lse is -inf sees no key, and its other numbers are not read.
 #pragma once
@@ -24,6 +31,8 @@ struct MlaBackward {
 
   static bool IsDeterministic(const Call& call) { return call.resolution.dimensions[0] != 0; }
 
+  static bool IsBounds(const Call& call) { return call.dq.name == nullptr; }
+
   static bool IsGrouped(const Call& call) { return call.dout.dimensions.size() == 5; }
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
@@ -33,12 +42,16 @@ struct MlaBackward {
       const int64_t heads = n.group_heads > 0 && n.h_q % n.group_heads == 0 ? n.group_heads : 1;
       expect.Shape(call.dout, {n.h_q / heads, n.b, n.s_q, heads, n.d});
     }
+    int64_t keys = 0;
     for (int64_t i = 0; i < shape->source_count; ++i) {
-      const Ints keys = call.sources[i].k.dimensions;
-      std::vector<int64_t> sums(keys.begin(), keys.end());
-      if (IsDeterministic(call)) sums.push_back(2);
-      expect.Shape(call.sources[i].dkv, Ints(sums.data(), sums.size()));
+      const Operand &k = call.sources[i].k, &dkv = call.sources[i].dkv;
+      std::vector<int64_t> sums(k.dimensions.begin(), k.dimensions.end());
+      if (IsBounds(call)) sums.back() = 2;
+      expect.Shape(dkv, Ints(sums.data(), sums.size()));
+      expect.Dtype(dkv, IsDeterministic(call) ? ffi::U32 : ffi::F32);
+      keys += Elements(Ints(k.dimensions.begin(), k.dimensions.size() - 1));
     }
+    if (IsDeterministic(call)) expect.Shape(call.resolution, {IsBounds(call) ? 1 : keys});
     return expect.error();
   }
 

@@ -54,6 +54,11 @@ class Expectations {
     Shape(operand, Ints(wanted.begin(), wanted.size()));
   }
 
+  void Dtype(const Operand& operand, ffi::DataType wanted) {
+    if (error_.failure() || operand.dtype == wanted) return;
+    error_ = Refuse(operand, Show(operand.dtype), Show(wanted));
+  }
+
   void DtypeOf(const Operand& other, const Operand& operand) {
     if (error_.failure() || operand.dtype == other.dtype) return;
     error_ = Refuse(operand, Show(operand.dtype), Show(other.dtype) + " like " + other.name);

@@ -192,7 +192,8 @@ ATTENTION = [AttentionRun(v, n) for v in ANSWERED for n in ((1, 3) if v.splits e
 GRADIENTS = [
     GradientRun(v)
     for v in HOPPER
-    if isinstance(v, MlaBackward) or (isinstance(v, MhaBackward) and v.op in ("mha_dq", "mha_dqdkdv"))
+    if (isinstance(v, MlaBackward) and not v.bounds)
+    or (isinstance(v, MhaBackward) and v.op in ("mha_dq", "mha_dqdkdv"))
 ]
 ALL: tuple[AttentionRun | GradientRun, ...] = (*ATTENTION, *GRADIENTS)
 RUNS = {run.name: run for run in ALL}

@@ -270,7 +270,7 @@ class MlaBackward(Variant):
     """
 
     d: int
-    dtype: str  # of q, dout, dq and the keys; dkv is float32, or 64-bit fixed point
+    dtype: str  # of q, dout, dq and the keys; dkv is float32, or 32-bit fixed point
     deterministic: bool = False  # sums of dkv in fixed point, independent of order
     max_heads: int = ANY  # of q that it takes
 
@@ -290,14 +290,20 @@ class MlaBackward(Variant):
         return self.op in TURNING_GRADIENTS
 
     @property
+    def bounds(self) -> bool:
+        """Whether it makes no gradients, but bounds of those of keys, of which the units of fixed point are made."""
+        return self.op in BOUNDS
+
+    @property
     def layout(self) -> str:
-        return "_".join([self.family, *self.sources, *["turned"] * self.turns])
+        return "_".join([self.family, *self.sources, *["turned"] * self.turns, *["bounds"] * self.bounds])
 
     @property
     def params(self) -> Params:
-        params = each("address", "q", "dout", "dq", "lse", "sink_factor", "delta", "resolution") + each(
-            "float32", "scale"
-        )
+        params = each("address", "q", "dout", *["dq"] * (not self.bounds), "lse", "sink_factor", "delta", "resolution")
+        params += each("float32", "scale")
+        if self.bounds:
+            params += each("address", "table")
         if self.turns:
             params += each("address", "table") + each("float32", "eps") + each("int32", "dout_heads", "dout_queries")
         for i, kind in enumerate(self.sources):
@@ -316,7 +322,10 @@ BACKWARD_OPS = {  # the sources of keys of each op, as those of `FORWARD_OPS`
 TURNING_GRADIENTS = {f"{op}_turned": op for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")}
 """The gradients of `TURNING`: q is as a product makes it, and so is dq; dout is of o turned back"""
 
-BACKWARD_OPS |= {op: BACKWARD_OPS[plain] for op, plain in TURNING_GRADIENTS.items()}
+BOUNDS = {op.replace("_bwd", "_bounds"): op for op in BACKWARD_OPS}
+"""The ops that bound the gradients of keys of another one"""
+
+BACKWARD_OPS |= {op: BACKWARD_OPS[plain] for op, plain in (TURNING_GRADIENTS | BOUNDS).items()}
 
 
 @dataclass(frozen=True)

@@ -173,15 +173,26 @@ IN_GROUPS = of_rows("groups b s_q group_heads d")  # do in groups of heads, as a
 
 
 def mla_gradient(op: str, sources: Arrays) -> Target:
-    """Where resolution has a number, dkv is in fixed point: two words in place of each float32."""
+    """Where resolution has numbers, dkv is in fixed point."""
     dkv = []
     for keys in sources[::3]:
-        sums = [f"f32[{' '.join(x.axes)}] or u32[{' '.join((*x.axes, '2'))}]" for x in keys.forms]
+        sums = [f"{dtype}[{' '.join(x.axes)}]" for x in keys.forms for dtype in ("f32", "u32")]
         dkv.append(array(f"dkv: {' or '.join(sums)}", source=keys.source, aligned=True))
     turns = op in TURNING_GRADIENTS
     operands = (*(IN_GROUPS if turns else OF_ROWS), *arrays("resolution: f32[n_resolution]"), *sources)
     operands, attributes = (operands + OF_TURN, SCALE | EPS) if turns else (operands, SCALE)
     return Target(op, "mla_backward", operands, (array("dq: T[b s_q h_q d]"), *dkv), attributes, BACKWARD_OPS[op])
+
+
+def mla_bounds(op: str, sources: Arrays) -> Target:
+    """Of every key 64 bits, the low word first."""
+    most_of_p = array("most_of_p: f32[b s_q h_q]", "table")
+    bounds = []
+    for keys in sources[::3]:
+        forms = [f"u32[{' '.join((*x.axes[:-1], '2'))}]" for x in keys.forms]
+        bounds.append(array(f"bounds: {' or '.join(forms)}", "dkv", source=keys.source, aligned=True))
+    operands = (*OF_ROWS, most_of_p, *arrays("resolution: f32[1]"), *sources)
+    return Target(op, "mla_backward", operands, tuple(bounds), SCALE, BACKWARD_OPS[op])
 
 
 def mha_gradient(name: str, sources: Arrays, *of_keys: Array) -> Target:
@@ -240,6 +251,10 @@ TARGETS = (
     mla_gradient("mla_span_bwd_turned", SPAN_OF_HEADS),
     mla_gradient("csa_bwd_turned", WINDOW_AND_SELECTION),
     mla_gradient("hca_bwd_turned", WINDOW_AND_SPAN),
+    mla_bounds("mla_span_bounds", SPAN_OF_HEADS),
+    mla_bounds("mla_sparse_bounds", SELECTION),
+    mla_bounds("csa_bounds", WINDOW_AND_SELECTION),
+    mla_bounds("hca_bounds", WINDOW_AND_SPAN),
     mha_gradient("mha_bwd", K_AND_V, *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
     mha_gradient("mha_bwd_shared_kv", SPAN_OF_HEADS, array("dk: T[b s_kv h_kv d]")),
     Target(

@@ -2,6 +2,7 @@
 
 from .abi import (
     ANY,
+    BOUNDS,
     BY_COLUMNS,
     E4M3,
     MHA_BACKWARD_OPS,
@@ -146,6 +147,7 @@ VARIANTS: tuple[Variant, ...] = (
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", max_heads=ANY if op.startswith("hca") else 64)
         for op in TURNING_GRADIENTS
     ),
+    *(MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=True) for op in BOUNDS for dtype in DTYPES),
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic, max_heads=64)
@@ -154,7 +156,8 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(
-        MlaBackward(op, "sm_90a", MLA_FEW_HEADS_BACKWARD, 512, dtype, max_heads=16)
+        MlaBackward(op, "sm_90a", MLA_FEW_HEADS_BACKWARD, 512, dtype, deterministic=deterministic, max_heads=16)
+        for deterministic in (False, True)
         for op in ("mla_sparse_bwd", "csa_bwd")
         for dtype in DTYPES
     ),

@@ -23,12 +23,12 @@ from jax_dsv4_fmha._definitions import attention_gradient
 from jax_dsv4_fmha._definitions.rope import normed_and_turned, pairs_turned
 from jax_dsv4_fmha._host import call, gradients, library
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels.abi import MlaBackward
+from kernels.abi import BOUNDS, MlaBackward
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub
 
-ALL = [v for v in VARIANTS if isinstance(v, MlaBackward)]
-BUILT = native.built(MlaBackward)
+ALL = [v for v in VARIANTS if isinstance(v, MlaBackward) and not v.bounds]
+BUILT = [v for v in native.built(MlaBackward) if not v.bounds]
 every_built = pytest.mark.parametrize("variant", BUILT, ids=lambda v: v.key)
 SHAPES = [
     Shape(b, s_q, s_kv, h_q, h_kv, 512, s_kv1, topk)
@@ -58,6 +58,20 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     keys = ("20x1x512",) if variant.sources == ("span",) else ("20x512", "9x512")[: len(variant.sources)]
     wanted = [f"tensor<2x3x8x512x{dtype}>", *(f"tensor<2x{x}xf32>" for x in keys)]
     assert re.search(r"-> \(" + ", ".join(wanted) + r"\)", call), call
+
+
+@pytest.mark.parametrize("op", BOUNDS.values())
+def test_a_deterministic_gradient_bounds_its_keys_first(op):
+    """A unit for each key of all sources, one after the other; sums of 32 bits."""
+    variant = next(v for v in ALL if v.op == op and v.deterministic)
+    x = operands(variant, b=2, s_q=3, h_q=8, s_kv=20, s_kv1=9, topk=5)
+    f = jax.jit(functools.partial(FUNCTIONS[op], scale=0.125, deterministic=True))
+    text = f.trace(*x.arguments()).lower(lowering_platforms=("cuda",)).as_text()
+    bounds, gradient = (line for line in text.splitlines() if "custom_call @dsv4_fmha" in line)
+    keys = ("20x1",) if variant.sources == ("span",) else ("20", "9")[: len(variant.sources)]
+    assert f"@dsv4_fmha_{op.replace('bwd', 'bounds')}(" in bounds and f"@dsv4_fmha_{op}(" in gradient
+    assert all(f"tensor<2x{x}x2xui32>" in bounds and f"tensor<2x{x}x512xui32>" in gradient for x in keys)
+    assert "tensor<1xf32>" in bounds and f"tensor<{2 * sum(int(x.split('x')[0]) for x in keys)}xf32>" in gradient
 
 
 # both kinds of sources, and both ways of cutting rows

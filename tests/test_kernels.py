@@ -160,6 +160,11 @@ def test_sass(key):
         assert count["STAS"] * 4 * 128 == sent + sent // 2, count
         assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0 and count["UTCATOMSWS"] >= 2, count
         return
+    if isinstance(variant, MlaBackward) and variant.bounds:  # two keys of a lane, added to or marked
+        assert (count["HGMMA"], count["WARPGROUP.ARRIVE"]) == (2 * variant.d // 16, 2 * 4), count
+        assert (count["REDG"], count["STAS"], count["USETMAXREG"]) == (4, 0, 0), count
+        assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
+        return
     if isinstance(variant, MlaBackward):
         of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ
         of_keys = 2 * variant.d // 32 * 64 // 16  # dS' Q and P' dO, 32 columns at a time

@@ -285,6 +285,32 @@ def test_bulk_sums():
         run(body.replace("add.f32", "add.u32"))
 
 
+def test_sums_of_integers():
+    """Of 32 and 64 bits, of all lanes of four CTAs, and a bit that two lanes set beside them."""
+    body = """
+  cvt.rn.f32.u32 %r4, %r1;
+  mul.f32 %r4, %r4, 0f3F000000;
+  cvt.rpi.u64.f32 %rd6, %r4;
+  red.relaxed.gpu.global.add.u64 [%rd4], %rd6;
+  mov.b64 %rd7, 0x8000000000000000;
+  setp.lt.u32 %p1, %r1, 2;
+  @%p1 red.relaxed.gpu.global.or.b64 [%rd4], %rd7;
+  red.relaxed.gpu.global.add.u32 [%rd4+8], %r1;
+"""
+    program = parse(Handwritten(body).ptx)
+    for seed in SEEDS:
+        memory = new_memory()
+        result = add_cleared(memory, "result", 16)
+        params = bytes(136) + result.to_bytes(8, "little")
+        Machine(
+            program, grid=4, threads=32, smem_bytes=65536, params=params, memory=memory, events=memory.events, seed=seed
+        ).run()
+        halves = sum(-(-lane // 2) for lane in range(32))
+        assert memory.named("result").bytes.view(np.uint64).tolist() == [(1 << 63) + 4 * halves, 4 * sum(range(32))]
+    with pytest.raises(Unsupported, match="red"):
+        run(body.replace("add.u32", "add.v2.u32"))
+
+
 def test_prefetches_a_box():
     body = """
   mov.b64 %rd7, map;

@@ -17,7 +17,7 @@ from interpreter.kernels import attention, gradients, mla_backward, native
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
-from kernels.abi import MlaBackward
+from kernels.abi import BOUNDS, MlaBackward
 
 BUILT = [v.key for v in native.built(MlaBackward) if v.arch == "sm_90a"]
 ALL_KEYS = 1 << 30  # a width
@@ -64,8 +64,12 @@ RUNS = [run for run in TURNING if run[0] in BUILT] + [
     )
     or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
     or (
-        v.deterministic and v.dtype == "bfloat16" and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
+        v.deterministic
+        and v.dtype == "bfloat16"
+        and (BOUNDS.get(v.op, v.op), case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
     )
+    or (v.bounds and v.dtype == "float16" and (v.op, case) == ("mla_sparse_bounds", "few"))
+    or (v.bounds and v.dtype == "bfloat16" and (v.op, case) == ("hca_bounds", "window"))
 ]
 
 
@@ -89,6 +93,10 @@ def test_is_right_in_any_order(key, case):
         run = mla_backward.launch(kernel(key), x, processors=PROCESSORS[case], seed=2 * RUNS.index((key, case)) + seed)
         results.append(run.run())
         mla_backward.judge(run, results[-1])
+    if variant.bounds:
+        for a, b in zip(results[0], results[-1], strict=True):
+            np.testing.assert_array_equal(a, b)
+        return
     (dq, *sums), (other_dq, *other_sums) = results[0], results[-1]
     np.testing.assert_array_equal(dq.view(np.uint16), other_dq.view(np.uint16))
     for a, b in zip(sums, other_sums, strict=True):
@@ -104,6 +112,23 @@ def test_a_span_ends_where_its_keys_do():
     run = mla_backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
     run.operands = x
     mla_backward.judge(run, run.run())
+
+
+def test_what_is_not_finite_marks_the_keys_that_see_it():
+    """A bound is NaN where a row with NaN sees the key, and as always elsewhere; in many tiles of rows, whose marks add
+    up to nothing."""
+    k = kernel(BOUND)
+    x = gradients.operands(k.variant, **SHAPES["window"])
+    counts = x.attention.sources[0].counts
+    of_batch = slice(0, 1), slice(2, 9)  # queries of several tiles of rows
+    x.do[of_batch] = np.nan
+    run = mla_backward.launch(k, x)
+    (got,) = run.run()
+    marked = np.isnan(got[..., 0, 0])
+    assert marked[0, counts[of_batch].any((0, 1))].all() and not marked[1].any()
+    x.do[of_batch] = 0
+    want = gradients.bounds(x, run.scale)[0]
+    assert (got[1] >= want[1]).all()
 
 
 # ---- against the chip
@@ -127,10 +152,12 @@ SPAN, SELECTION = "mla_span_bwd_sm_90a_d512_bfloat16", "mla_sparse_bwd_sm_90a_d5
 BOTH = "csa_bwd_sm_90a_d512_bfloat16_h64"
 FEW = "mla_sparse_bwd_sm_90a_d512_bfloat16_h16"
 FIXED = "mla_span_bwd_sm_90a_d512_bfloat16_deterministic"
+BOUND = "mla_span_bounds_sm_90a_d512_bfloat16_deterministic"
 TURNED = "mla_span_bwd_turned_sm_90a_d512_bfloat16_h64"
 OF_FAULTS = {
     SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
     FIXED: {"b": 1, "s_q": 9, "s_kv": 100, "h_q": 8, "width": ALL_KEYS},  # two, which a cluster takes
+    BOUND: {"b": 1, "s_q": 9, "s_kv": 100, "h_q": 8, "width": ALL_KEYS},
     SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
     BOTH: {"b": 1, "s_q": 3, "s_kv": 150, "h_q": 8, "s_kv1": 70, "topk": 20, "width": ALL_KEYS},
     FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
@@ -188,6 +215,13 @@ def without_the_peer_s(text: str) -> str:
     """The first of right's chunks has the numbers of its own CTA alone."""
     sums = r"add\.f32\s+(%r\d+), (%r\d+), (%r\d+);"
     return edits.replace(text, sums, lambda m: f"mov.b32 {m[1]}, {m[2]};", slice(0, 8))
+
+
+def unit_of_another_key(text: str) -> str:
+    """The second of a thread's two keys has the unit of the first."""
+    units = r"ld\.global\.nc\.f32 (%r\d+), \[(%rd\d+)\];"
+    (_, address), _ = re.findall(units, text)
+    return edits.replace(text, units, lambda m: f"ld.global.nc.f32 {m[1]}, [{address}];", slice(1, 2))
 
 
 def prefetching(text: str) -> str:
@@ -326,6 +360,29 @@ FAULTS = [
         Wrong,
         r"^(?!.*dq is wrong).*dkv0 is wrong in .* keys, 0\.\.99, columns 0\.\.63$",  # both CTAs' first chunks
         without_the_peer_s,
+    ),
+    PlantedFault(
+        "a key has the unit of another one",
+        FIXED,
+        Wrong,
+        r"^(?!.*dq is wrong).*dkv0 is wrong in \d+ of 100 keys, \d+\.\.\d+, columns 0\.\.511$",
+        unit_of_another_key,
+    ),
+    PlantedFault(
+        "what is added for an absent key is not 0",
+        FIXED,
+        Wrong,
+        r"^(?!.*dq is wrong).*dkv0 is wrong in 1 of 100 keys, (\d+)\.\.\1, ",
+        lambda text: edits.replace(text, r"(cvt\.rni\.s32\.f32 x, %r\d+;)", lambda m: f"{m[1]} add.s32 x, x, 9999;"),
+    ),
+    PlantedFault(
+        "a bound leaves out half of its rows",
+        BOUND,
+        Wrong,
+        r"^bound0 is wrong of \d+ of 100 keys, first of \(0, 0, 0\): ",
+        lambda text: edits.replace(
+            text, r"shfl\.sync\.bfly\.b32\s+(%r\d+), %r\d+, 4, 31, -1;", lambda m: f"mov.b32 {m[1]}, 0;"
+        ),
     ),
     PlantedFault(
         "the slab that is turned comes in while the rows before need it",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_dsv4_fmha._host import gradients as raw
-from kernels.abi import BACKWARD_OPS, TURNING_GRADIENTS, Forward, MlaBackward
+from kernels.abi import BACKWARD_OPS, BOUNDS, TURNING_GRADIENTS, Forward, MlaBackward
 
 from ..machine.state import Array
 from . import native
@@ -20,6 +20,7 @@ from .attention import operands as operands_of_attention
 FUNCTIONS = {
     op: functools.partial(getattr(raw, op), eps=native.EPS) if op in TURNING_GRADIENTS else getattr(raw, op)
     for op in BACKWARD_OPS
+    if op not in BOUNDS
 }
 
 
@@ -86,6 +87,29 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     a = x.attention
     if a.table is not None:
         return _through_norm_and_rope(x, scale)
+    b, s_q, _, d = a.q.shape
+    p, ds, q, do, k = _products(x, scale)
+    h_kv = k.shape[1]
+    separate = a.sources[0].k is not a.sources[0].v
+
+    def split(dq: Array, dk: Array, dv: Array) -> tuple[Array, ...]:
+        dq = dq.reshape(b, h_kv, s_q, -1, d).swapaxes(1, 2).reshape(a.q.shape)
+        if separate:
+            return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+        return dq, *of_sources(a, dk + dv)
+
+    with np.errstate(under="ignore"):
+        squares = (
+            np.square(ds) @ np.square(k),
+            transposed(np.square(ds)) @ np.square(q),
+            transposed(np.square(p)) @ np.square(do),
+        )
+    return split(ds @ k, transposed(ds) @ q, transposed(p) @ do), tuple(map(np.sqrt, split(*squares)))
+
+
+def _products(x: Operands, scale: float) -> tuple[Array, ...]:
+    """P times the sink's factor, dS, q, do and the keys, [b, h_kv, rows or keys, ...]."""
+    a = x.attention
     b, s_q, h_q, d = a.q.shape
     counts = np.concatenate([keys.counts for keys in a.sources], axis=-1)
     seen = any_query(counts)[..., None, None]
@@ -106,23 +130,22 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     often = np.repeat(counts[:, None], h_q // h_kv, axis=2).reshape(b, 1, -1, counts.shape[-1])
     p = often * np.exp(np.where(often > 0, scale * q @ k.swapaxes(-1, -2) - lse, -np.inf))
     ds = scale * p * (sink_factor * (do @ v.swapaxes(-1, -2)) - delta)
-    p = sink_factor * p
-    separate = a.sources[0].k is not a.sources[0].v
+    return sink_factor * p, ds, q, do, k
 
-    def split(dq: Array, dk: Array, dv: Array) -> tuple[Array, ...]:
-        dq = dq.reshape(b, h_kv, s_q, -1, d).swapaxes(1, 2).reshape(a.q.shape)
-        if separate:
-            return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
-        ends = np.cumsum([keys.k.shape[1] for keys in a.sources])[:-1]
-        return dq, *np.split((dk + dv).swapaxes(1, 2), ends, axis=1)
 
-    with np.errstate(under="ignore"):
-        squares = (
-            np.square(ds) @ np.square(k),
-            transposed(np.square(ds)) @ np.square(q),
-            transposed(np.square(p)) @ np.square(do),
-        )
-    return split(ds @ k, transposed(ds) @ q, transposed(p) @ do), tuple(map(np.sqrt, split(*squares)))
+def bounds(x: Operands, scale: float) -> list[Array]:
+    """For every source [b, s_kv, h_kv, 1]: what all rows add to any number of a key at most, in any order."""
+    a = x.attention
+    p, ds, q, do, _ = _products(x, scale)
+    tops = (np.abs(y).max(-1, keepdims=True) for y in (q, do))
+    of_q, of_p = (transposed(np.abs(y)) @ top for y, top in zip((ds, p), tops, strict=True))
+    return of_sources(a, of_q + of_p)
+
+
+def of_sources(a: Attention, x: Array) -> list[Array]:
+    """An array of all keys, [b, h_kv, s_kv, n], as each source has its own."""
+    ends = np.cumsum([keys.k.shape[1] for keys in a.sources])[:-1]
+    return np.split(x.swapaxes(1, 2), ends, axis=1)
 
 
 def _through_norm_and_rope(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

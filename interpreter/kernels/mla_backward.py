@@ -18,6 +18,7 @@ from .launch import Kernel, machine
 from .verdict import Wrong
 
 KEYS_OF_TILE = 64
+MARGIN = 1 + 2.0**-6  # of a bound
 
 
 @dataclass
@@ -27,7 +28,10 @@ class Launch:
     machine: Machine
     operands: gradients.Operands
     scale: float
-    resolution: Array  # empty where sums are in floating point
+    units: list[
+        Array
+    ]  # of fixed point, to 1, for every source those of its keys; empty where sums are in floating point
+    bounds: bool = False  # whether it makes bounds, with one unit
 
     def run(self) -> tuple[Array, ...]:
         """`results`, once the machine has run."""
@@ -35,64 +39,102 @@ class Launch:
         return self.results()
 
     def results(self) -> tuple[Array, ...]:
-        """dq, and for every source dkv."""
-        attention, memory = self.operands.attention, self.machine.memory
-        written = memory.named("dq")
-        dq = written.bytes[: written.size].view(attention.q.dtype).reshape(attention.q.shape)
+        """dq, and for every source dkv; or a bound of each key, NaN where it is marked."""
+        attention = self.operands.attention
         results = []
         for i, keys in enumerate(attention.sources):
-            sums = memory.named(f"dkv{i}")
-            dkv = sums.bytes[: sums.size].view(np.uint32 if len(self.resolution) else np.float32)
-            if len(self.resolution):
-                sums_of, resolution = jnp.asarray(dkv.reshape(-1, 2)), jnp.asarray(self.resolution)
-                dkv = np.asarray(fixed_point.to_float32(sums_of, resolution, jnp.asarray(dq)))
-            results.append(unshuffle_accumulator_columns(dkv.reshape(keys.k.shape)))
-        return dq, *results
+            sums = self.sums(i)
+            if self.bounds:
+                found = sums.view(np.uint64).reshape(*keys.k.shape[:-1], 1)
+                results.append(np.where(found >> np.uint64(63), np.nan, found / np.float64(self.units[0][0])))
+                continue
+            if self.units:
+                of_source = jnp.asarray(sums.view(np.uint32).reshape(keys.k.shape)), jnp.asarray(self.units[i])
+                sums = np.asarray(fixed_point.to_float32(*of_source))
+            results.append(unshuffle_accumulator_columns(sums.view(np.float32).reshape(keys.k.shape)))
+        if self.bounds:
+            return tuple(results)
+        written = self.machine.memory.named("dq")
+        return written.bytes[: written.size].view(attention.q.dtype).reshape(attention.q.shape), *results
+
+    def sums(self, source: int) -> Array:
+        buffer = self.machine.memory.named(f"dkv{source}")
+        return buffer.bytes[: buffer.size]
 
     def added(self) -> list[Array]:
         """How often a number of each dkv was added to."""
-        memory, words32 = self.machine.memory, 1 + len(self.resolution)  # of a sum
-        return [
-            unshuffle_accumulator_columns(
-                additions(memory.named(f"dkv{i}"))[: keys.k.size * words32 : words32].reshape(keys.k.shape)
-            )
-            for i, keys in enumerate(self.operands.attention.sources)
-        ]
+        found = []
+        for i, keys in enumerate(self.operands.attention.sources):
+            often = additions(self.machine.memory.named(f"dkv{i}"))[: self.sums(i).size // 4]
+            often = often.reshape(*keys.k.shape[:-1], -1)
+            found.append(often[..., :1] if self.bounds else unshuffle_accumulator_columns(often))
+        return found
 
 
 def launch(
     kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0, record: bool = False
 ) -> Launch:
     """A launch on this many processors."""
-    a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
+    a, memory, v, scale = x.attention, new_memory(), kernel.variant, kernel.variant.d**-0.5
     given = {"q": a.q, "dout": x.given_do, "lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta}
     if a.table is not None:
         given["table"] = a.table
-    resolution = np.zeros(0, np.float32)
-    if kernel.variant.deterministic:
-        q, do, lse, delta, *k = map(jnp.asarray, (a.q, x.do, x.lse, x.delta, *(keys.k for keys in a.sources)))
-        resolution = np.asarray(fixed_point.resolution(q, do, lse, delta, k, scale))
-        given["resolution"] = resolution
+    units: list[Array] = []
+    if v.deterministic:
+        keys = [jnp.asarray(keys.k) for keys in a.sources]
+        of_q = map(jnp.asarray, (a.q, x.do, x.lse, x.sink_factor, x.delta))
+        rows, of_bounds = fixed_point.of_rows(*of_q, keys, scale)
+        units = [np.asarray(of_bounds)]
+        if v.bounds:
+            given |= zip(("sink_factor", "delta", "table"), map(np.asarray, rows), strict=True)
+        else:  # as the kernel of bounds gives them
+            units = [units_of(bound[..., 0], of_bounds) for bound in gradients.bounds(x, scale)]
+        given["resolution"] = np.concatenate([y.ravel() for y in units])
     for i, keys in enumerate(a.sources):
         given |= {f"k{i}": keys.k, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
     addresses = {name: memory.add(name, array) for name, array in given.items()}
-    addresses["dq"] = memory.add("dq", None, a.q.nbytes)
+    if not v.bounds:
+        addresses["dq"] = memory.add("dq", None, a.q.nbytes)
     for i, keys in enumerate(a.sources):
-        addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", keys.k.size * (4 + 4 * len(resolution)))
+        addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", 8 * keys.k[..., 0].size if v.bounds else 4 * keys.k.size)
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
-    plan = native.plan(kernel.variant, a.shape, scale, **tiles, processors=processors, addresses=addresses)
-    return Launch(machine(kernel, plan, memory, seed=seed, record=record), x, scale, resolution)
+    plan = native.plan(v, a.shape, scale, **tiles, processors=processors, addresses=addresses)
+    return Launch(machine(kernel, plan, memory, seed=seed, record=record), x, scale, units, v.bounds)
+
+
+def units_of(bounds: Array, of_bounds: jnp.ndarray) -> Array:
+    """The units of keys, of bounds in float64."""
+    integers = np.ceil(bounds * float(of_bounds[0]) * MARGIN).astype(np.uint64)
+    return np.asarray(fixed_point.resolution(jnp.asarray(integers[..., None].view(np.uint32)), of_bounds))
 
 
 def judge(run: Launch, got: tuple[Array, ...]) -> None:
     """Raises Wrong unless all gradients are right and every number of a key was added to equally often."""
     faults = [text for i, added in enumerate(run.added()) for text in uneven(f"dkv{i}", added)]
     x = run.operands
+    if run.bounds:
+        for i, (bound, want) in enumerate(zip(got, gradients.bounds(x, run.scale), strict=True)):
+            faults += wrong_bounds(f"bound{i}", bound, want)
+        if faults:
+            raise Wrong("; ".join(faults))
+        return
     for name, wrong, g, want in gradients.wrong(got, x, run.scale):
         if wrong.any():
             faults.append(describe_dq(wrong, g, want, x) if name == "dq" else describe_dkv(name, wrong, g, want))
     if faults:
         raise Wrong("; ".join(faults))
+
+
+def wrong_bounds(name: str, got: Array, want: Array) -> list[str]:
+    """Keys whose bound is below the sum, or far above it."""
+    with np.errstate(invalid="ignore"):
+        wrong = ~((got >= want) & (got <= want * (MARGIN + 2.0**-6) + 1e-30))
+    if not wrong.any():
+        return []
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return [
+        f"{name} is wrong of {wrong.sum()} of {wrong.size} keys, first of {at[:3]}: {got[at]:.6g} of {want[at]:.6g}"
+    ]
 
 
 def uneven(name: str, added: Array) -> list[str]:

@@ -554,7 +554,7 @@ def convert(i: Instruction, d: Decoder) -> Step:
     if (to, source) == ("f16x2", "e4m3x2"):
         i.only("rn", to, source)
         return elementwise(d, i, "b32", ["b16"], lambda a: a.view(E4M3).astype(np.float16).view(np.uint32))
-    if rest not in ([], ["rn"], ["rni"], ["rzi"], ["sat"], ["rn", "ftz"]):
+    if rest not in ([], ["rn"], ["rni"], ["rzi"], ["rpi"], ["sat"], ["rn", "ftz"]):
         raise d.fail(i.opcode)
     if to in HALVES and source == "f32":
         return elementwise(d, i, "b16", ["f32"], lambda a: round_bits(a, HALVES[to]))
@@ -573,7 +573,7 @@ def convert(i: Instruction, d: Decoder) -> Step:
     def compute(a: Array) -> Array:
         a = a.view(DTYPES[wide_from]).astype(DTYPES["u" + source[1:]]).view(source_dtype) if narrowed else a
         if source[0] == "f" and to[0] in "us":
-            rounded = np.rint(a) if "rni" in rest else np.trunc(a)
+            rounded = (np.rint if "rni" in rest else np.ceil if "rpi" in rest else np.trunc)(a)
             bits = int(to[1:])
             low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
             a = np.clip(np.nan_to_num(rounded.astype(np.float64)), low, high)

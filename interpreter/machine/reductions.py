@@ -7,6 +7,8 @@ how often each of its numbers was added to.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .decode import Decoder, Step, instruction
@@ -15,6 +17,7 @@ from .parser import Instruction
 from .state import LANES, Array, Buffer, GlobalMemory, Warp
 
 BY_HOST = 1  # the event
+REDUCED = {"f32": np.dtype(np.float32), "u32": np.dtype(np.uint32), "u64": np.dtype(np.uint64)}
 
 
 def add_cleared(memory: GlobalMemory, name: str, size: int) -> int:
@@ -40,15 +43,28 @@ def additions(buffer: Buffer) -> Array:
 
 @instruction("red.relaxed.gpu.global.add")
 def reduce(i: Instruction, d: Decoder) -> Step:
-    """A reduction into memory of one, two or four float32 a lane, or of a 64-bit integer. The lanes go in any order."""
-    i.only("v2", "v4", "f32", "u64")
+    """A reduction into memory of one, two or four float32 a lane, or of an integer of 32 or 64 bits."""
+    i.only("v2", "v4", "f32", "u32", "u64")
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4")), 1)
-    kind, dtype = i.mods[-1], {"f32": np.float32, "u64": np.uint64}.get(i.mods[-1])
-    values = [d.slot(i.args[1], "b64")] if kind == "u64" else d.vector(i.args[1], "f32")
-    if len(values) != count or dtype is None or (kind == "u64" and count > 1):
+    kind = i.mods[-1]
+    values = d.vector(i.args[1], "f32") if kind == "f32" else [d.slot(i.args[1], f"b{kind[1:]}")]
+    if len(values) != count or kind not in REDUCED or (kind != "f32" and count > 1):
         raise d.fail(i.opcode)
+    return change(d, i, values, REDUCED[kind], np.add)
+
+
+@instruction("red.relaxed.gpu.global.or")
+def set_bits(i: Instruction, d: Decoder) -> Step:
+    """Sets bits of 64 in memory."""
+    i.only("b64")
+    return change(d, i, [d.slot(i.args[1], "b64")], np.dtype(np.uint64), np.bitwise_or)
+
+
+def change(d: Decoder, i: Instruction, values: list[Any], dtype: np.dtype, combine: np.ufunc) -> Step:
+    """Combines numbers of a lane with those in memory. The lanes go in any order."""
+    count = len(values)
     base, offset = d.address(i.args[0])
-    size = np.dtype(dtype).itemsize
+    size = dtype.itemsize
 
     def step(w: Warp) -> None:
         at = addresses(w, base, offset, "an address")
@@ -64,7 +80,7 @@ def reduce(i: Instruction, d: Decoder) -> Step:
                 buffer.change(w, (words[:, None] + np.arange(size // 4)).ravel())
             finally:
                 w.atomic = False
-            np.add.at(buffer.bytes.view(dtype), numbers, given[which[order]].ravel())
+            combine.at(buffer.bytes.view(dtype), numbers, given[which[order]].ravel())
             np.add.at(additions(buffer), words, 1)
 
     return step

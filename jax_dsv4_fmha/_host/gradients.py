@@ -30,7 +30,7 @@ def _latent_bwd(
     source's keys.
 
     Sums over queries and heads are in no fixed order. With deterministic their result does not depend on the order, and
-    is NaN where any dq is not finite.
+    a first call bounds the sums of every key.
 
     Args:
       op: the forward call is `mla_span_fwd` for "mla_span_bwd", and `mla_sparse_fwd`, `csa_fwd` or `hca_fwd` for
@@ -41,17 +41,21 @@ def _latent_bwd(
         length.
     """
     keys = sources[: len(sources) // 3 * 3 : 3]
-    sums: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys]
-    resolution = jnp.zeros(0, jnp.float32)
-    if deterministic:
-        sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
-        resolution = fixed_point.resolution(q, do, lse, delta, keys, scale)
-    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
     numbers: dict[str, Any] = {name: np.float32(x) for name, x in {"scale": scale, **eps}.items()}
+    units: list[jax.Array] = []
+    if deterministic:
+        rows, of_bounds = fixed_point.of_rows(q, do, lse, sink_factor, delta, keys, scale)
+        bounds = [jax.ShapeDtypeStruct((*x.shape[:-1], 2), jnp.uint32) for x in keys]
+        given = (q, do, lse, rows.sink_factor, rows.delta, rows.most_of_p, of_bounds, *sources)
+        bounded = call(op.replace("_bwd", "_bounds"), bounds, *given, **numbers)
+        units = [fixed_point.resolution(x, of_bounds) for x in bounded]
+    resolution = jnp.concatenate([jnp.zeros(0, jnp.float32), *(x.ravel() for x in units)])
+    sums = [jax.ShapeDtypeStruct(x.shape, jnp.uint32 if deterministic else jnp.float32) for x in keys]
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
     dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, **numbers)
-    return dq, *(
-        unshuffle_accumulator_columns(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv
-    )
+    if deterministic:
+        dkv = [fixed_point.to_float32(x, of_key) for x, of_key in zip(dkv, units, strict=True)]
+    return dq, *map(unshuffle_accumulator_columns, dkv)
 
 
 mla_span_bwd, mla_sparse_bwd, csa_bwd, hca_bwd = (

@@ -37,20 +37,21 @@ class RowOperands(NamedTuple):
 
     q: cute.Pointer
     do: cute.Pointer
-    dq: cute.Pointer
+    dq: cute.Pointer | tuple[()]  # of a kernel of bounds there is none
     lse: cute.Pointer
     sink_factor: cute.Pointer
     delta: cute.Pointer
-    resolution: cute.Pointer  # float32: the unit of fixed point; not read where sums are in floating point
+    resolution: cute.Pointer  # float32: the units of fixed point; not read where sums are in floating point
     scale: Float32
     turning: Turning | tuple[()] = ()  # where the kernel norms and turns q
+    most_of_p: cute.Pointer | tuple[()] = ()  # float32, of a kernel of bounds: f max|dO|
 
 
 class Source(NamedTuple):
     """Some keys, who sees them, and where their gradient goes."""
 
     keys: cute.Pointer  # [b, s_kv, h_kv, d], or a pool [s_kv, d]
-    dkv: cute.Pointer  # like keys, but float32 or 64-bit fixed point: the kernel adds to it
+    dkv: cute.Pointer  # like keys, but float32 or fixed point of 32 bits; or 64 bits a key: the kernel adds to it
     seen_from: cute.Pointer  # int32: start of a span, indices of a selection
     seen_to: cute.Pointer  # int32: stop of a span, lengths of a selection
     s_kv: Int32
@@ -72,6 +73,7 @@ class MlaBackwardKernel(Kernel):
     """
 
     turns = False  # whether it norms q, and turns q and dO
+    bounds = False  # whether it bounds gradients of keys, and makes none
 
     @cute.jit
     def __call__(
@@ -84,7 +86,7 @@ class MlaBackwardKernel(Kernel):
         delta: cute.Pointer,
         resolution: cute.Pointer,
         scale: Float32,
-        table: cute.Pointer,  # operands of q's norm and RoPE, which not every kernel does
+        table: cute.Pointer,  # operands of q's norm and RoPE, which not every kernel does; or `most_of_p`
         eps: Float32,
         do_heads: Int32,
         do_queries: Int32,
@@ -116,7 +118,10 @@ class MlaBackwardKernel(Kernel):
             Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
         )[: len(c.sources)]
         turning = Turning(table, eps, do_heads, do_queries) if self.turns else ()
-        rows = RowOperands(q, do, dq, lse, sink_factor, delta, resolution, scale, turning)
+        of_bounds = (table,) if self.bounds else ()
+        rows = RowOperands(
+            q, do, () if self.bounds else dq, lse, sink_factor, delta, resolution, scale, turning, *of_bounds
+        )
         self.launch_persistent(rows, sources, n=n, ctas=ctas, stream=stream)
 
     def examples(self, variant: MlaBackward) -> tuple:

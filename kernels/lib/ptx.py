@@ -51,6 +51,11 @@ def float_of(bits: Int32) -> Float32:
     return ptx("mov.b32 $0, $1;", Int32(bits), gives=(Float32,), pure=True)[0]
 
 
+def nearest(value: Float32) -> Float32:
+    """The bits of the integer nearest to value."""
+    return ptx("{ .reg .s32 x; cvt.rni.s32.f32 x, $1; mov.b32 $0, x; }", Float32(value), gives=(Float32,), pure=True)[0]
+
+
 def power_of_two(exponent: Int32) -> Float32:
     """2^(exponent - 127), by its biased exponent."""
     text = "{ .reg .b32 x; shl.b32 x, $1, 23; mov.b32 $0, x; }"
@@ -273,6 +278,16 @@ def count_in_shared(address: Int32) -> None:
 # ---- global memory
 
 
+def cluster_among(n: Int32, ctas: int) -> Int32:
+    """A number below n, another one for each cluster of so many CTAs, found where it is needed."""
+    return ptx(
+        f"{{ .reg .b32 x; mov.u32 x, %ctaid.x; shr.u32 x, x, {ctas.bit_length() - 1}; "
+        "mul.lo.u32 x, x, 2654435769; mul.hi.u32 $0, x, $1; }",
+        Int32(n),
+        gives=(Int32,),
+    )[0]
+
+
 def load_again(address: Int64) -> Float32:
     """Loads a number where it is needed, so that it does not stay in a register."""
     return ptx("ld.global.nc.f32 $0, [$1];", address, gives=(Float32,))[0]
@@ -337,12 +352,20 @@ def add_four(address: Int64, there: Int32, offset: int, *values: Float32) -> Non
     )
 
 
-def add_fixed(address: Int64, there: Int32, offset: int, value: Float32) -> None:
-    """Adds the integer nearest to value to a 64-bit integer in memory, `offset` bytes after address, unless `there` is
-    negative."""
+def add_word(address: Int64, offset: int, bits: Float32) -> None:
+    """Adds an integer to one of 32 bits in memory, `offset` bytes after address."""
+    text = f"{{ .reg .b32 x; mov.b32 x, $1; red.relaxed.gpu.global.add.u32 [$0+{offset}], x; }}"
+    ptx(text, Int64(address), Float32(bits))
+
+
+def add_upwards(address: Int64, there: Int32, value: Float32) -> None:
+    """Adds the least integer that is not below value to a 64-bit integer in memory, unless `there` is negative. Sets
+    the highest bit instead where value is above 2^61 or NaN: no sum of the others reaches that."""
     ptx(
-        "{ .reg .pred p; .reg .s64 x; setp.ge.s32 p, $1, 0; cvt.rni.s64.f32 x, $2; "
-        f"@p red.relaxed.gpu.global.add.u64 [$0+{offset}], x; }}",
+        "{ .reg .pred p, q, r; .reg .f32 y; .reg .b64 x; setp.ge.s32 p, $1, 0; "
+        "setp.le.and.f32 q, $2, 0f5E000000, p; setp.gtu.and.f32 r, $2, 0f5E000000, p; "
+        "min.f32 y, $2, 0f5E000000; cvt.rpi.u64.f32 x, y; @q red.relaxed.gpu.global.add.u64 [$0], x; "
+        "mov.b64 x, 0x8000000000000000; @r red.relaxed.gpu.global.or.b64 [$0], x; }",
         Int64(address),
         Int32(there),
         Float32(value),

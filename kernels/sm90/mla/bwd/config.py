@@ -22,7 +22,8 @@ class Config:
     chunk: int = 32  # columns of dKV in one chunk
     under_way: int = 2  # chunks
     chunks_of_left: int = 4  # the last chunks, which left makes while it waits for keys; in whole pieces
-    deterministic: bool = False  # sums of dKV in 64-bit fixed point, independent of order
+    deterministic: bool = False  # sums of dKV in fixed point, by the unit of each key, independent of order
+    bounds: bool = False  # no gradients: a bound of what will be added to each key, which its unit is made of
     cluster: int = 1  # CTAs whose rows have the same keys; two add up their results for right's chunks
     turns: bool = False  # whether q is normed and turned here, dO turned, and dq taken through both
 
@@ -34,11 +35,16 @@ class Config:
     @property
     def prefetches(self) -> bool:
         """Whether sums of dKV come to L2 ahead: where each CTA adds by itself, to keys all over memory."""
-        return self.gathers and self.cluster == 1 and not self.deterministic
+        return self.gathers and self.cluster == 1 and not self.bounds
 
     @property
     def threads(self) -> int:
-        return 3 * WARPGROUP
+        return (1 + self.consumers) * WARPGROUP
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that read Q, dO and K."""
+        return 1 if self.bounds else 2
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -57,7 +63,7 @@ class Config:
     @property
     def numbers(self) -> int:
         """Numbers of a row in SMEM."""
-        return 3 + 2 * self.turns
+        return 3 + 2 * self.turns + self.bounds
 
     @property
     def consecutive(self) -> bool:
@@ -70,9 +76,9 @@ class Config:
         return 1 if self.consecutive else self.tile_n
 
     @property
-    def sum_bytes(self) -> int:
-        """Bytes of a number of dKV in memory."""
-        return 8 if self.deterministic else 4
+    def key_words(self) -> int:
+        """Words of 32 bits that are added to in memory for a key: of dKV, or of a bound."""
+        return 2 if self.bounds else self.d
 
     @property
     def slot_bytes(self) -> int:
@@ -83,6 +89,11 @@ class Config:
     def stages_sums(self) -> bool:
         """Whether a chunk of dKV passes through SMEM, so that a warp adds 128 bytes or more of a key at a time."""
         return self.cluster == 1 or self.deterministic
+
+    @property
+    def finds_places_late(self) -> bool:
+        """Whether right looks up where it adds after what it sends: there are no registers for that before."""
+        return self.deterministic and self.gathers and self.cluster > 1
 
     @property
     def half(self) -> int:

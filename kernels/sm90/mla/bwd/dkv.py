@@ -4,25 +4,29 @@ A lane's accumulator has four of 16 columns: two of the first eight and two of t
 memory, so that a lane adds 16 bytes without an exchange with others; `_host/gradients.py` puts the columns back.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.ptx import (
-    add_fixed,
     add_four,
+    add_word,
     address_again,
     arrive_if,
+    bits_of,
+    cluster_among,
     load_again,
     load_shared,
     load_shared_four,
+    nearest,
     send_words,
     store_shared_four,
     thread_id_again,
@@ -41,6 +45,7 @@ from kernels.lib.wgmma import (
 
 from .smem import RIGHT, Barriers, Shared
 
+KEYS = 16  # of a tile that a warp has
 FOUR_ROWS = 4 * 128  # bytes of 32 columns of four keys
 
 
@@ -51,6 +56,7 @@ class Destination:
     first: Int64  # address of key 0, in the thread's column of a chunk
     keys: tuple[Int32, ...] | cute.Tensor  # negative where there is no key: the thread's numbers, or the tile's in SMEM
     step: Int32  # bytes from a key to the next
+    units: tuple[Float32, ...] | None = None  # to 1, of the thread's keys in an accumulator, where sums are integers
 
     def of_key(self, i: int) -> tuple[Int64, Int32]:
         """The address of the thread's i-th key, and a number that is negative where there is no such key."""
@@ -92,11 +98,10 @@ class KvGradient:
     of_keys: tuple[cute.Tensor, ...]  # P', times the sink's factor, and dS', in registers
     of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk
     acc: tuple[cute.Tensor, ...]  # accumulators of chunks under way
-    resolution: cute.Pointer  # the unit of fixed point, where sums are made in that
     slots: tuple[cute.Tensor, ...]  # SMEM: one slot to go through, or two for the peer's numbers
 
     @staticmethod
-    def of(c: Any, side: int, dtype, smem: Shared, resolution: cute.Pointer) -> "KvGradient":
+    def of(c: Any, side: int, dtype, smem: Shared) -> "KvGradient":
         rank = cute.arch.block_idx()[0] % c.cluster
         mma = tiled_mma(dtype, c.chunk, MN_MAJOR, warpgroup.OperandSource.RMEM)
         merges = c.cluster > 1 and side == RIGHT
@@ -125,7 +130,7 @@ class KvGradient:
         of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2))
         acc = tuple(accumulator(mma, c.chunk) for _ in range(c.under_way))
         slots = (smem.out[None, 0], smem.out[None, 1]) if merges else (smem.out[None, side],)
-        return KvGradient(c, chunks, merges, rank, mma, of_keys, of_rows, acc, resolution, slots)
+        return KvGradient(c, chunks, merges, rank, mma, of_keys, of_rows, acc, slots)
 
     @property
     def thread(self) -> Int32:
@@ -150,9 +155,15 @@ class KvGradient:
         for i in cutlass.range_constexpr(self.config.under_way):
             self.make(i)
 
-    def destination(self, gradient: Int64, listed: cute.Tensor, stop: Int32, n: Extents) -> Destination | Consecutive:
-        """The places to which this thread adds, for the tile whose keys are listed; a span's end at `stop`."""
+    def destination(
+        self, gradient: Int64, listed: cute.Tensor, stop: Int32, n: Extents, units: Int64
+    ) -> Destination | Consecutive:
+        """The places to which this thread adds, for the tile whose keys are listed; a span's end at `stop`.
+
+        units: the address of the first key's, in fixed point.
+        """
         c, thread = self.config, self.thread
+        heads = Int32(1) if c.gathers else n.h_kv  # of a key; those that are gathered have one
         column = thread % 4 * 4
         if c.deterministic:  # a column of all keys of a warp
             column = thread % WARP
@@ -164,18 +175,23 @@ class KvGradient:
             listed = tuple(listed[row_of(thread, r)] for r in range(ROWS))
         if self.merges:
             column = column + self.rank * c.chunk
-        step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
-        step = step * (c.d * c.sum_bytes)
+        step = heads * (c.d * 4)
         if c.consecutive:
             row, keys = (staged_row(thread, 0), 4) if c.cluster == 1 else (row_of(thread, 0), 8)
             key = listed[0] + row
-            return Consecutive(gradient + column * c.sum_bytes + Int64(key) * step, stop - 1 - key, step, keys)
-        return Destination(gradient + column * c.sum_bytes, listed, step)
+            return Consecutive(gradient + column * 4 + Int64(key) * step, stop - 1 - key, step, keys)
+        place = gradient + column * 4
+        if c.deterministic:
+            return Destination(place, listed, step, units_of_keys(units, listed, heads * 4))
+        return Destination(place, listed, step)
 
     @cute.jit
-    def finish(self, bar: Barriers, to: Destination | Consecutive, k: Int32, last: Int32):
+    def finish(self, bar: Barriers, places: cutlass.Constexpr, k: Int32, last: Int32):
         """Sends out all chunks of the CTA's k-th tile of keys; the first are under way already. With the last tile of a
-        row tile it frees Q and dO."""
+        row tile it frees Q and dO.
+
+        places: gives the places to which it adds, once they are needed.
+        """
         c, of_piece = self.config, self.config.d // self.config.chunk // self.config.pieces
         for i in cutlass.range_constexpr(len(self.chunks)):
             chunk, acc = self.chunks[i], self.acc[i % c.under_way]
@@ -191,14 +207,16 @@ class KvGradient:
                 else:
                     state.wait_empty()
                     send(self.peer(bar), acc, self.place_of(chunk), state.full)
+            if cutlass.const_expr(chunk.own and not any(earlier.own for earlier in self.chunks[:i])):
+                to = places()
             has_next, taken = i + c.under_way < len(self.chunks), self.merges and chunk.own
             if cutlass.const_expr(chunk.own and c.stages_sums):
                 stage = self.stage_of(chunk)
-                stage_rows(acc, stage, self.four_rows)
+                stage_rows(acc, stage, self.four_rows, to.units if c.deterministic else None)
                 if cutlass.const_expr(has_next):
                     self.make(i + c.under_way)
                 if cutlass.const_expr(c.deterministic):
-                    add_in_fixed_point(stage, self.four_rows, to, chunk.column0, self.resolution)
+                    add_in_fixed_point(stage, self.four_rows, to, chunk.column0)
                 else:
                     add_staged(stage, to, chunk.column0)
                 if cutlass.const_expr(taken):
@@ -257,16 +275,26 @@ def staged_row(thread: Int32, i: int) -> Int32:
 
 
 @cute.jit
-def stage_rows(acc: cute.Tensor, stage: Int32, four_rows: cutlass.Constexpr = FOUR_ROWS):
+def stage_rows(
+    acc: cute.Tensor,
+    stage: Int32,
+    four_rows: cutlass.Constexpr = FOUR_ROWS,
+    units: tuple[Float32, ...] | None = None,
+):
     """Writes 32 columns of a warp's 16 keys to its own 2 KiB of SMEM, row by row as they lie in memory; odd rows have
     their halves swapped, because two rows are written at once.
+
+    units: to 1, of the thread's rows, for integers.
     """
     lane = cute.arch.lane_idx()
     rows = by_row(acc)
     row0 = stage + place_of_row(lane // 4, four_rows) + lane % 8 * 16
     for r in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
-            store_shared_four((row0 ^ i * 64) + r * 2 * four_rows, *(rows[r, 4 * i + j] for j in range(4)))
+            four = [rows[r, 4 * i + j] for j in range(4)]
+            if cutlass.const_expr(units is not None):
+                four = [nearest(x * units[r]) for x in four]
+            store_shared_four((row0 ^ i * 64) + r * 2 * four_rows, *four)
     cute.arch.sync_warp()
 
 
@@ -285,22 +313,36 @@ def add_staged(stage: Int32, to: Destination | Consecutive, column0: cutlass.Con
 
 
 @cute.jit
-def add_in_fixed_point(
-    stage: Int32,
-    four_rows: cutlass.Constexpr,
-    to: Destination,
-    column0: cutlass.Constexpr,
-    resolution: cute.Pointer,
-):
-    """Adds from there to memory in fixed point, in which sums do not depend on order: 32 columns of a key at a time."""
+def add_in_fixed_point(stage: Int32, four_rows: cutlass.Constexpr, to: Destination, column0: cutlass.Constexpr):
+    """Adds integers from there to memory, whose sums do not depend on order: 32 columns of a key at a time.
+
+    For an absent key 0 is added to another one: each condition would be a branch, and all would wait for SMEM in turn.
+    """
     lane, warp = cute.arch.lane_idx(), thread_again() // WARP
-    unit = load_again(resolution.toint())
-    for row in cutlass.range_constexpr(16):
+    listed = to.keys.iterator.toint() + warp * (KEYS * 4)
+    keys = [bits_of(x) for i in range(0, KEYS, 4) for x in load_shared_four(listed + i * 4)]
+    for row in cutlass.range_constexpr(KEYS):
         value = load_shared(stage + place_of_row(row, four_rows) + (lane ^ row % 2 * 16) * 4)
-        key = to.keys[warp * 16 + row]
-        place = to.first + Int64(cutlass.max(key, Int32(0))) * to.step
-        add_fixed(place, key, column0 * 8, value * unit)
+        add_word(to.first + Int64(key_or_other(keys[row])) * to.step, column0 * 4, value)
     cute.arch.sync_warp()
+
+
+def place_of_absent(sources: tuple, cluster: int) -> Int32:
+    """What the list of keys has for an absent one, where sums are in fixed point: less than 0, and its complement is
+    the key to which 0 is added in its place, another one for each cluster."""
+    s_kv = functools.reduce(cutlass.min, (source.s_kv for source in sources))
+    return -1 - cluster_among(s_kv, cluster)
+
+
+def key_or_other(key: Int32) -> Int32:
+    """A key that is listed, or the one in its place."""
+    return key ^ (key >> 31)
+
+
+def units_of_keys(first: Int64, listed: cute.Tensor, step: Int32) -> tuple[Float32, ...]:
+    """How many units are 1, of the keys that this thread has in an accumulator. first: the address of key 0's."""
+    keys = (listed[row_of(thread_again(), r)] for r in range(ROWS))
+    return tuple(load_again(first + Int64(key_or_other(key)) * step) for key in keys)
 
 
 @cute.jit

@@ -27,8 +27,11 @@ The producer lists every tile of keys in SMEM: where each key is, or that it is 
 P is 0, and nothing is added for it. Zeros also replace rows that do not exist, or that see no key.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -42,7 +45,7 @@ from kernels.lib.launch import WARPGROUP
 from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands, Source
 from kernels.lib.output import store_output
 from kernels.lib.pipeline import wait_for
-from kernels.lib.ptx import copy_or_zero, keep
+from kernels.lib.ptx import arrive_if, copy_or_zero, keep
 from kernels.lib.rows import BoxedRows, Extents, PlacedTile, RowTile, load, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, mask_absent, with_keys
 from kernels.lib.softmax import LOG2_E, ROWS
@@ -63,8 +66,9 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
+from .bounds import MOST_OF_P, add_bounds
 from .config import Config
-from .dkv import KvGradient, thread_again
+from .dkv import Consecutive, Destination, KvGradient, place_of_absent, thread_again
 from .p_ds import differentiate, differentiate_normed, exponentiate, find_absent, mask_span
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
@@ -72,11 +76,17 @@ from .turn import AT_ONCE, BOTH_SIDES, SUM, add_squares, do_row, store_gradient,
 
 
 class MlaBwdSm90(MlaBackwardKernel):
-    symbol = "mla_bwd_sm90"
+    @property
+    def symbol(self) -> str:
+        return "mla_bounds_sm90" if self.bounds else "mla_bwd_sm90"
 
     @property
     def turns(self) -> bool:
         return self.config.turns
+
+    @property
+    def bounds(self) -> bool:
+        return self.config.bounds
 
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
@@ -87,12 +97,17 @@ class MlaBwdSm90(MlaBackwardKernel):
         bar, smem = Shared.allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise(2 if c.chunks_of_left else 1)
+                bar.initialise(c.consumers, 2 if c.chunks_of_left else 1)
             cute.arch.mbarrier_init_fence()
         arrive(c.cluster)
         await_others(c.cluster)
 
-        if warp < 4:
+        if cutlass.const_expr(c.bounds):
+            if warp < 4:
+                self.produce(bar, smem, rows, sources, n)
+            else:
+                self.bound(bar, smem, rows, sources, n)
+        elif warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             self.produce(bar, smem, rows, sources, n)
         else:
@@ -126,16 +141,25 @@ class MlaBwdSm90(MlaBackwardKernel):
             for t in cutlass.range(cutlass.max(tiles, 1), unroll=1):
                 if t < tiles:
                     on_source(lists, t, Selection.mark_absent, wanted, thread, WARPGROUP)
-                    self.gather(bar, smem, with_keys(lists, t), wanted, before + t, thread)
+                    self.gather(bar, smem, with_keys(lists, t), wanted, sources, before + t, thread)
                     if cutlass.const_expr(c.prefetches):
-                        prefetch_sums(sources, lists[0].tiles, tile, wanted, t, thread, c.d * c.sum_bytes)
+                        prefetch_sums(sources, lists[0].tiles, tile, wanted, t, thread, 4 * c.key_words)
                     on_source(lists, t + 1, Selection.prefetch_indices, wanted, thread, WARPGROUP)
                 if t == 0:
                     self.load_rows(bar, smem, rows, tile, opened, lists, wave, thread)
             before = before + tiles
 
     @cute.jit
-    def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):
+    def gather(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        keys: Selection,
+        wanted: cute.Tensor,
+        sources: tuple,
+        k: Int32,
+        thread: Int32,
+    ):
         """Gathers the CTA's k-th tile of keys, piece by piece, and lists where its keys are."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
@@ -149,8 +173,12 @@ class MlaBwdSm90(MlaBackwardKernel):
             if thread == 0:
                 smem.keys[0, k % STAGES] = wanted[0]
         elif thread % LANES_A_ROW == 0:
+            absent = place_of_absent(sources, c.cluster) if c.deterministic else Int32(-1)
             for i in cutlass.range_constexpr(cute.size(wanted)):
-                smem.keys[i * (WARPGROUP // LANES_A_ROW) + thread // LANES_A_ROW, k % STAGES] = wanted[i]
+                key = wanted[i]
+                if cutlass.const_expr(c.deterministic):
+                    key = key if key >= 0 else absent
+                smem.keys[i * (WARPGROUP // LANES_A_ROW) + thread // LANES_A_ROW, k % STAGES] = key
         cute.arch.mbarrier_arrive(bar.listed)
 
     @cute.jit
@@ -229,9 +257,8 @@ class MlaBwdSm90(MlaBackwardKernel):
         b_left = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, LEFT))))
         s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
         p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
-        dkv = KvGradient.of(c, LEFT, self.dtype, smem, rows.resolution)
+        dkv = KvGradient.of(c, LEFT, self.dtype, smem)
         numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
-        blocks = c.d // c.pieces // 16
         before = Int32(0)
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
             wait_for(bar.published, wave)
@@ -244,22 +271,12 @@ class MlaBwdSm90(MlaBackwardKernel):
                     for r in cutlass.range_constexpr(ROWS):  # now: loads queue up with right's additions to memory
                         for i in cutlass.range_constexpr(3):
                             numbers[r, i] = smem.numbers[row_of(thread, r), i]
-                for piece in cutlass.range_constexpr(c.pieces):
-                    bar.q(piece).at(wave).wait_full()
-                    bar.k(piece).at(k).wait_full()
-                    cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-                    here = range(piece * blocks, (piece + 1) * blocks)
-                    multiply(qk, s, a_q, b_k, piece == 0, here)
-                    multiply(qk, dp, a_do, b_k, piece == 0, here)
+                self.start_scores(bar, wave, k, qk, (s, a_q), (dp, a_do), b_k)
                 wait_for(bar.listed, k)
-                if cutlass.const_expr(not c.turns):
-                    gradient, stop = self.find_gradient(smem, t < counts[0], sources, wave, n)
-                    to = dkv.destination(gradient, smem.keys[None, k % STAGES], stop, n)
+                if cutlass.const_expr(c.chunks_of_left and not c.turns):
+                    to = self.destination(dkv, smem, t < counts[0], k % STAGES, rows, sources, wave, n)
                 warpgroup.wait_group(1)
-                if cutlass.const_expr(c.gathers):
-                    mask_absent(s, find_absent(smem.keys[None, k % STAGES]))
-                else:
-                    self.mask_rows(s, smem, t, k % STAGES, wave & 1, thread)
+                self.mask(s, smem, t, k % STAGES, wave & 1, thread)
                 if cutlass.const_expr(not c.turns):
                     exponentiate(s, numbers, rows.scale * LOG2_E)
                     warpgroup.wait_group(0)
@@ -289,12 +306,12 @@ class MlaBwdSm90(MlaBackwardKernel):
                     if cutlass.const_expr(c.turns):
                         self.store_if_last(last, dq, smem, rows, wave, n, LEFT)
                         dkv.release_unread(bar, last)
-                        gradient, stop = self.find_gradient(smem, t < self.counts(smem, wave)[0], sources, wave, n)
-                        to = dkv.destination(gradient, smem.keys[None, k % STAGES], stop, n)
+                        of_first = t < self.counts(smem, wave)[0]
+                        to = self.destination(dkv, smem, of_first, k % STAGES, rows, sources, wave, n)
                     dkv.load(smem)
                     p_ds.arrive_empty()
                     dkv.start()
-                    dkv.finish(bar, to, k, last)
+                    dkv.finish(bar, given(to), k, last)
             if tiles == 0:
                 self.skip_rows(bar, wave)
                 if cutlass.const_expr(c.turns):
@@ -304,6 +321,62 @@ class MlaBwdSm90(MlaBackwardKernel):
             if cutlass.const_expr(not c.turns):
                 self.store(dq, smem, rows, wave, n, LEFT)
             before = before + tiles
+
+    def start_scores(self, bar: Barriers, wave: Int32, k: Int32, qk: cute.TiledMma, s: tuple, dp: tuple, b_k: Any):
+        """Starts S and dP, each an accumulator and the operand of rows, piece by piece as these and the keys come."""
+        c = self.config
+        blocks = c.d // c.pieces // 16
+        for piece in range(c.pieces):
+            bar.q(piece).at(wave).wait_full()
+            bar.k(piece).at(k).wait_full()
+            cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
+            here = range(piece * blocks, (piece + 1) * blocks)
+            for acc, a in (s, dp):
+                multiply(qk, acc, a, b_k, piece == 0, here)
+
+    @cute.jit
+    def bound(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
+        """Adds up, for every key, how much its rows may add to a number of dKV at most, and no gradients."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
+        a_q, a_do, b_k = operand_a(qk, smem.q), operand_a(qk, smem.do), operand_b(qk, smem.k)
+        s, dp = (accumulator(qk, c.tile_n) for _ in range(2))
+        numbers = cute.make_rmem_tensor((ROWS, c.numbers), Float32)
+        units = load(rows.resolution)
+        before = Int32(0)
+        for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
+            wait_for(bar.published, wave)
+            counts = self.counts(smem, wave)
+            tiles = sum(counts[1:], counts[0])
+            self.read_rows(smem, rows, sources, self.placed(smem, wave, n), thread)
+            for r in cutlass.range_constexpr(ROWS):
+                for i in cutlass.range_constexpr(c.numbers):
+                    numbers[r, i] = smem.numbers[row_of(thread, r), i]
+            for t in cutlass.range(tiles, unroll=1):
+                k, last = before + t, Int32(t == tiles - 1)
+                self.start_scores(bar, wave, k, qk, (s, a_q), (dp, a_do), b_k)
+                wait_for(bar.listed, k)
+                for half in cutlass.range_constexpr(2):
+                    warpgroup.wait_group(c.pieces * (1 - half))
+                    bar.release_k(half)
+                for piece in cutlass.range_constexpr(c.pieces):
+                    arrive_if(bar.q(piece).empty, last)
+                self.mask(s, smem, t, k % STAGES, wave & 1, thread)
+                exponentiate(s, numbers, rows.scale * LOG2_E)
+                bound0, _, _ = self.find_gradient(smem, t < counts[0], rows, sources, wave, n)
+                heads = Int32(1) if c.gathers else n.h_kv
+                add_bounds(s, dp, numbers, rows.scale, units, bound0, heads, smem.keys[None, k % STAGES])
+            if tiles == 0:
+                self.skip_rows(bar, wave)
+            before = before + tiles
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, smem: Shared, t: Int32, stage: Int32, parity: Int32, thread: Int32):
+        if cutlass.const_expr(self.config.gathers):
+            mask_absent(scores, find_absent(smem.keys[None, stage]))
+        else:
+            self.mask_rows(scores, smem, t, stage, parity, thread)
 
     @cute.jit
     def mask_rows(self, scores: cute.Tensor, smem: Shared, t: Int32, stage: Int32, parity: Int32, thread: Int32):
@@ -322,6 +395,7 @@ class MlaBwdSm90(MlaBackwardKernel):
             exists, query, head = tile.place(boxed, r)
             row = tile.row_index(query, head) * Int64(exists)
             lse, sink_factor, delta = (load(x + row) for x in (rows.lse, rows.sink_factor, rows.delta))
+            most_of_p = load(rows.most_of_p + row) if self.config.bounds else None
             sees, i = exists & (lse != -Float32.inf), row_of(thread, r)
             bounds = [
                 span_of(tile, source.operands("span", False), query, exists) for source in sources[: self.config.spans]
@@ -332,6 +406,8 @@ class MlaBwdSm90(MlaBackwardKernel):
                 smem.numbers[i, 2] = delta * rows.scale if sees else Float32(0.0)
                 if cutlass.const_expr(self.config.turns):
                     smem.numbers[i, SUM] = Float32(0.0)
+                if cutlass.const_expr(self.config.bounds):
+                    smem.numbers[i, MOST_OF_P] = most_of_p if sees else Float32(0.0)
                 for which, (start, stop) in enumerate(bounds):
                     smem.spans[i, 0, which], smem.spans[i, 1, which] = start, stop
         cute.arch.sync_warp()
@@ -352,7 +428,7 @@ class MlaBwdSm90(MlaBackwardKernel):
         b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
         a_ds = operand_a(dsk, smem.ds)
         dq = accumulator(dsk, c.half)
-        dkv = KvGradient.of(c, RIGHT, self.dtype, smem, rows.resolution)
+        dkv = KvGradient.of(c, RIGHT, self.dtype, smem)
         squares = cute.make_rmem_tensor(c.tile_m // AT_ONCE, Float32)
         before = Int32(0)
 
@@ -372,23 +448,23 @@ class MlaBwdSm90(MlaBackwardKernel):
                 k = before + t
                 stage, last = k % STAGES, Int32(t == tiles - 1)
                 wait_for(bar.listed, k)
-                if cutlass.const_expr(not c.turns):
-                    gradient, stop = self.find_gradient(smem, t < counts[0], sources, wave, n)
-                    to = dkv.destination(gradient, smem.keys[None, stage], stop, n)
+                places = functools.partial(self.destination, dkv, smem, t < counts[0], stage, rows, sources, wave, n)
+                if cutlass.const_expr(not (c.turns or c.finds_places_late)):
+                    places = given(places())
                 p_ds = bar.p_ds.at(k)
                 p_ds.wait_full()
                 multiply(dsk, dq, a_ds, b_right, t == 0)
                 if cutlass.const_expr(c.turns):  # before, dq's way out has no registers for places in memory
                     self.store_if_last(last, dq, smem, rows, wave, n, RIGHT)
-                    gradient, stop = self.find_gradient(smem, t < self.counts(smem, wave)[0], sources, wave, n)
-                    to = dkv.destination(gradient, smem.keys[None, stage], stop, n)
+                    of_first = t < self.counts(smem, wave)[0]
+                    places = given(self.destination(dkv, smem, of_first, stage, rows, sources, wave, n))
                 dkv.load(smem)
                 dkv.start()
                 warpgroup.wait_group(2 * c.under_way)
                 bar.release_k(RIGHT)
                 p_ds.arrive_empty()
                 dkv.release_unread(bar, last)
-                dkv.finish(bar, to, k, last)
+                dkv.finish(bar, places, k, last)
             if tiles == 0:
                 self.skip_rows(bar, wave)
                 if cutlass.const_expr(c.turns):
@@ -399,24 +475,49 @@ class MlaBwdSm90(MlaBackwardKernel):
                 self.store(dq, smem, rows, wave, n, RIGHT)
             before = before + tiles
 
+    def destination(
+        self,
+        dkv: KvGradient,
+        smem: Shared,
+        of_first: cutlass.Boolean,
+        stage: Int32,
+        rows: RowOperands,
+        sources: tuple,
+        wave: Int32,
+        n: Extents,
+    ) -> Destination | Consecutive:
+        gradient, stop, units = self.find_gradient(smem, of_first, rows, sources, wave, n)
+        return dkv.destination(gradient, smem.keys[None, stage], stop, n, units)
+
     @cute.jit
-    def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, wave: Int32, n: Extents) -> tuple:
-        """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile; and where its
-        span's keys end."""
-        base, stop = self.gradient_of(sources[-1], smem, wave, n), Int32(0)
-        if cutlass.const_expr(self.config.consecutive):
+    def find_gradient(
+        self, smem: Shared, of_first: cutlass.Boolean, rows: RowOperands, sources: tuple, wave: Int32, n: Extents
+    ) -> tuple:
+        """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile; where its span's
+        keys end; and where the units of its keys begin, which lie one source after the other."""
+        c = self.config
+        base, stop, units = self.gradient_of(sources[-1], smem, wave, n), Int32(0), Int64(0)
+        if cutlass.const_expr(c.consecutive):
             stop = cute.arch.make_warp_uniform(smem.info[3, len(sources), wave & 1])
+        if cutlass.const_expr(c.deterministic):
+            before = (sum(Int64(x.s_batch) for x in sources[:-1]) * n.pairs) if len(sources) > 1 else Int64(0)
+            units = (rows.resolution + (before + self.first_key(sources[-1], smem, wave, n))).toint()
         if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
                 base = self.gradient_of(sources[0], smem, wave, n)
-                if cutlass.const_expr(self.config.consecutive):
+                if cutlass.const_expr(c.consecutive):
                     stop = cute.arch.make_warp_uniform(smem.info[3, 1, wave & 1])
-        return base, stop
+                if cutlass.const_expr(c.deterministic):
+                    units = (rows.resolution + self.first_key(sources[0], smem, wave, n)).toint()
+        return base, stop, units
 
     def gradient_of(self, source: Source, smem: Shared, wave: Int32, n: Extents) -> Int64:
+        return (source.dkv + self.first_key(source, smem, wave, n) * self.config.key_words).toint()
+
+    def first_key(self, source: Source, smem: Shared, wave: Int32, n: Extents) -> Int64:
+        """The number of the first key of this batch entry and KV head."""
         batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, wave & 1]) for i in (1, 2))
-        words = self.config.d * (self.config.sum_bytes // 4)
-        return (source.dkv + (Int64(batch) * source.s_batch * self.again(n).h_kv + kv_head) * words).toint()
+        return Int64(batch) * source.s_batch * self.again(n).h_kv + kv_head
 
     @cute.jit
     def store_if_last(
@@ -453,16 +554,21 @@ class MlaBwdSm90(MlaBackwardKernel):
         store_output(dq, ones, rows.dq, tile, boxed, side * self.config.half, thread, self.config.d)
 
 
+def given(x: Any) -> Callable[[], Any]:
+    return lambda: x
+
+
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
     one_tile = variant.max_heads <= 64  # a tile of rows has all heads of one query, whose keys no other tile has
     config = Config(
         variant.d,
         variant.dtype,
         variant.sources,
-        # 64-bit sums take four times as many instructions, for which left has no registers
+        # integers take four times as many instructions, for which left has no registers
         chunks_of_left=0 if variant.deterministic else Config.chunks_of_left,
-        deterministic=variant.deterministic,
-        cluster=1 if one_tile else CLUSTER,
+        deterministic=variant.deterministic and not variant.bounds,
+        bounds=variant.bounds,
+        cluster=1 if one_tile or variant.bounds else CLUSTER,
         turns=variant.turns,
     )
     return MlaBwdSm90(config).compile(variant, out_dir, cluster=config.cluster)

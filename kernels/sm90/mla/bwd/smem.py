@@ -23,11 +23,12 @@ class Barriers:
 
     COUNT = 22
 
-    def initialise(self, takers: int) -> None:
-        """One thread initialises them; `takers` sides read P and dS. All others arrive thread by thread."""
+    def initialise(self, consumers: int, takers: int) -> None:
+        """One thread initialises them; so many warpgroups read Q, and `takers` of them P and dS. All others arrive
+        thread by thread."""
         for barriers, count, arrivals in (
             (self.q(0).full, 4, WARPGROUP),
-            (self.q(0).empty, 4, 2 * WARPGROUP),
+            (self.q(0).empty, 4, consumers * WARPGROUP),
             (self.k(0).full, 4, WARPGROUP),
             (self.k(0).empty, 2, WARPGROUP),
             (self.listed, 1, WARPGROUP),

@@ -23,6 +23,7 @@ class Config:
     pieces: int = 4  # of the columns, in which keys arrive
     chunk: int = 32  # columns of dKV that are made at a time
     under_way: int = 2  # chunks
+    deterministic: bool = False  # sums of dKV in fixed point, by the unit of each key, independent of order
     gathers: bool = True
     cluster: int = 1
 
@@ -40,14 +41,9 @@ class Config:
         return 56, 200
 
     @property
-    def sum_bytes(self) -> int:
-        """The bytes of a number of dKV in memory."""
-        return 4
-
-    @property
     def slot_bytes(self) -> int:
         """The bytes of a chunk of dKV in SMEM."""
-        return self.sum_bytes * self.tile_n * self.chunk
+        return 4 * self.tile_n * self.chunk
 
     @property
     def slabs(self) -> int:

@@ -53,7 +53,16 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from ...mla.bwd.dkv import Destination, add_staged, stage_rows, staged_row
+from ...mla.bwd.dkv import (
+    FOUR_ROWS,
+    Destination,
+    add_in_fixed_point,
+    add_staged,
+    place_of_absent,
+    stage_rows,
+    staged_row,
+    units_of_keys,
+)
 from .config import CTAS_PER_SM, Config
 from .smem import STAGES, Barriers, Shared
 
@@ -101,14 +110,23 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
             for t in cutlass.range(cutlass.max(tiles, 1), unroll=1):
                 if t < tiles:
                     on_source(lists, t, Selection.mark_absent, wanted, thread, WARPGROUP)
-                    self.gather(bar, smem, with_keys(lists, t), wanted, before + t, thread)
+                    self.gather(bar, smem, with_keys(lists, t), wanted, sources, before + t, thread)
                     on_source(lists, t + 1, Selection.prefetch_indices, wanted, thread, WARPGROUP)
                 if t == 0:
                     self.load_rows(bar, smem, rows, tile, lists, wave, thread)
             before = before + tiles
 
     @cute.jit
-    def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):
+    def gather(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        keys: Selection,
+        wanted: cute.Tensor,
+        sources: tuple,
+        k: Int32,
+        thread: Int32,
+    ):
         """The CTA's k-th tile of keys, piece by piece, and where its keys are."""
         c = self.config
         bar.k().at(k).wait_empty()
@@ -117,8 +135,12 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
             keys.gather(smem.k, wanted, thread, range(piece * count, (piece + 1) * count), WARPGROUP)
             bar.k(piece).at(k).copy_full()
         if thread % LANES_A_ROW == 0:
+            absent = place_of_absent(sources, c.cluster) if c.deterministic else Int32(-1)
             for i in cutlass.range_constexpr(cute.size(wanted)):
-                smem.keys[i * (WARPGROUP // LANES_A_ROW) + thread // LANES_A_ROW, k % STAGES] = wanted[i]
+                key = wanted[i]
+                if cutlass.const_expr(c.deterministic):
+                    key = key if key >= 0 else absent
+                smem.keys[i * (WARPGROUP // LANES_A_ROW) + thread // LANES_A_ROW, k % STAGES] = key
         cute.arch.mbarrier_arrive(bar.listed)
 
     @cute.jit
@@ -201,9 +223,8 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
                     multiply(both, scores, a_k, b_rows, piece == 0, here)
                 wait_for(bar.listed, k)
                 seen = [smem.keys[row_of(thread, r), k % STAGES] >= 0 for r in range(ROWS)]
-                listed = tuple(smem.keys[staged_row(thread, i), k % STAGES] for i in range(4))
-                sums = self.find_sums(smem, t < counts[0], sources, stage)
-                to = Destination(sums + thread % 8 * 16, listed, Int32(c.d * c.sum_bytes))
+                sums, units = self.find_sums(smem, t < counts[0], rows, sources, n, stage)
+                to = self.destination(sums, units, smem.keys[None, k % STAGES], thread)
                 warpgroup.wait_group(0)
                 differentiate(s, dp, numbers, seen, rows.scale, scale_log2)
                 round_to(of_ds, dp)
@@ -221,10 +242,13 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
                     warpgroup.wait_group(min(c.under_way, len(b_chunks) - i) - 1)
                     if cutlass.const_expr(i == len(b_chunks) - 1):
                         arrive_if(q.empty, last)
-                    stage_rows(acc[i % c.under_way], slot)
+                    stage_rows(acc[i % c.under_way], slot, FOUR_ROWS, to.units)
                     if cutlass.const_expr(i + c.under_way < len(b_chunks)):
                         multiply(wide, acc[i % c.under_way], of_keys, b_chunks[i + c.under_way], fresh=True)
-                    add_staged(slot, to, i * c.chunk)
+                    if cutlass.const_expr(c.deterministic):
+                        add_in_fixed_point(slot, FOUR_ROWS, to, i * c.chunk)
+                    else:
+                        add_staged(slot, to, i * c.chunk)
             if tiles == 0:
                 q.arrive_empty()
                 for x in dq:
@@ -232,15 +256,33 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
             self.store(smem, one, dq, rows, RowTile.read(smem.info[None, 0, stage], n), thread)
             before = before + tiles
 
+    def destination(self, sums: Int64, units: Int64, listed: cute.Tensor, thread: Int32) -> Destination:
+        step = self.config.d * 4
+        if self.config.deterministic:  # a column of all keys of a warp
+            return Destination(sums + thread % WARP * 4, listed, Int32(step), units_of_keys(units, listed, Int32(4)))
+        keys = tuple(listed[staged_row(thread, i)] for i in range(4))
+        return Destination(sums + thread % 8 * 16, keys, Int32(step))
+
     @cute.jit
-    def find_sums(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, stage: Int32) -> Int64:
-        """Where the gradient of the keys of this batch entry begins, in the source that a tile is of."""
-        batch = cute.arch.make_warp_uniform(smem.info[1, 0, stage])
-        base = (sources[-1].dkv + Int64(batch) * sources[-1].s_batch * self.config.d).toint()
+    def find_sums(
+        self, smem: Shared, of_first: cutlass.Boolean, rows: RowOperands, sources: tuple, n: Extents, stage: Int32
+    ) -> tuple:
+        """Where the gradient of the keys of this batch entry begins, in the source that a tile is of, and where their
+        units do, which lie one source after the other."""
+        c = self.config
+        batch = Int64(cute.arch.make_warp_uniform(smem.info[1, 0, stage]))
+        first, units = batch * sources[-1].s_batch, Int64(0)
+        base = (sources[-1].dkv + first * c.d).toint()
+        if cutlass.const_expr(c.deterministic):
+            before = sum(Int64(x.s_batch) for x in sources[:-1]) * n.pairs if len(sources) > 1 else Int64(0)
+            units = (rows.resolution + (before + first)).toint()
         if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
-                base = (sources[0].dkv + Int64(batch) * sources[0].s_batch * self.config.d).toint()
-        return base
+                first = batch * sources[0].s_batch
+                base = (sources[0].dkv + first * c.d).toint()
+                if cutlass.const_expr(c.deterministic):
+                    units = (rows.resolution + first).toint()
+        return base, units
 
     @cute.jit
     def store(self, smem: Shared, mma: cute.TiledMma, dq: tuple, rows: RowOperands, tile: RowTile, thread: Int32):
@@ -278,5 +320,5 @@ def differentiate(
 
 
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
+    config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads, deterministic=variant.deterministic)
     return MlaFewHeadsBwdSm90(config).compile(variant, out_dir, ctas=CTAS_PER_SM)
