@@ -81,9 +81,10 @@ def launch(
         given["table"] = a.table
     units: list[Array] = []
     if v.deterministic:
-        keys = [jnp.asarray(keys.k) for keys in a.sources]
-        of_q = map(jnp.asarray, (a.q, x.do, x.lse, x.sink_factor, x.delta))
-        rows, of_bounds = fixed_point.of_rows(*of_q, keys, scale)
+        q, do, lse, sink_factor, delta, *k = map(
+            jnp.asarray, (a.q, x.do, x.lse, x.sink_factor, x.delta, *(keys.k for keys in a.sources))
+        )
+        rows, of_bounds = fixed_point.of_rows(q, do, lse, sink_factor, delta, k, scale)
         units = [np.asarray(of_bounds)]
         if v.bounds:
             given |= zip(("sink_factor", "delta", "table"), map(np.asarray, rows), strict=True)

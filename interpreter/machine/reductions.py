@@ -17,7 +17,11 @@ from .parser import Instruction
 from .state import LANES, Array, Buffer, GlobalMemory, Warp
 
 BY_HOST = 1  # the event
-REDUCED = {"f32": np.dtype(np.float32), "u32": np.dtype(np.uint32), "u64": np.dtype(np.uint64)}
+REDUCED: dict[str, np.dtype[Any]] = {
+    "f32": np.dtype(np.float32),
+    "u32": np.dtype(np.uint32),
+    "u64": np.dtype(np.uint64),
+}
 
 
 def add_cleared(memory: GlobalMemory, name: str, size: int) -> int:
