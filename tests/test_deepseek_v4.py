@@ -528,7 +528,10 @@ def test_sizes_of_models(name, moe, everything, active):
 
 @pytest.mark.parametrize(
     "program, options",
-    [(serve, ("--fp8", "--fp4", "--fp8-products", "--random", "--pages")), (train, ("--remat", "--keep"))],
+    [
+        (serve, ("--fp8", "--fp4", "--fp8-products", "--fp8-products-bf16-rope", "--random", "--pages")),
+        (train, ("--remat", "--keep")),
+    ],
 )
 def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["program", "--help"])
@@ -569,6 +572,8 @@ def test_serving_by_fp8_products(monkeypatch, capsys):
     """Prompts are read by them, in every layer and with drafts too, and a request says what it says alone."""
     rng = np.random.default_rng(0)
     prompts = [" ".join(map(str, rng.integers(0, 64, n))) for n in (40, 21)]
+    monkeypatch.setattr("sys.argv", ["program", "--fp8-products-bf16-rope"])
+    assert serve.arguments()["products"] == "float8_e4m3fn_bf16_rope"
     monkeypatch.setattr("sys.argv", ["program", "--fp8-products"])
     how = {"wanted": 6, "room": 48, "chunk": 16, "page": 16, "products": serve.arguments()["products"]}
     requests = serve.main(prompts, **how, places=2)

@@ -175,15 +175,17 @@ def arguments() -> dict:
             help=f"caches in {what}; V4.1's index keys in FP4",
         )
     parser.add_argument("--packed", action="store_true", help="a checkpoint's FP4 and FP8 stay so in memory")
-    parser.add_argument(
-        "--fp8-products",
-        dest="products",
-        nargs="?",
-        const="float8_e4m3fn",
-        choices=("float8_e4m3fn", "float8_e4m3fn_bf16_rope"),
-        help="attention reads prompts by products of e4m3, all or but for RoPE's part of scores: faster on Hopper, and "
-        "less exact; steps stay as they are",
-    )
+    group = parser.add_mutually_exclusive_group()
+    of_products = {"": "", "-bf16-rope": ", but RoPE's part of scores in bfloat16"}
+    for name, what in of_products.items():
+        group.add_argument(
+            f"--fp8-products{name}",
+            dest="products",
+            action="store_const",
+            const="float8_e4m3fn" + name.replace("-", "_"),
+            help=f"attention reads prompts by products of e4m3{what}: faster on Hopper, and less exact; steps stay as "
+            "they are",
+        )
     return vars(parser.parse_args())
 
 
