@@ -117,7 +117,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         dsv4(64, b=2, s_q=150, s_kv=150, sink="normal", features=("e4m3",)),
         dsv4(128, s_q=300, s_kv=300, s_c=75, ratio=4, topk=70, sink="mixed", features=("e4m3", "absent", "nan")),
         dsv4(80, b=2, s_q=300, s_kv=300, s_c=3, ratio=128, sink="normal", features=("e4m3",)),
-        dsv4(72, s_q=300, s_kv=300, s_c=75, ratio=4, topk=70, sink="normal", features=("e4m3", "bf16_rope", "nan")),
+        dsv4(72, s_q=150, s_kv=150, s_c=37, ratio=4, topk=36, sink="normal", features=("e4m3", "bf16_rope", "nan")),
         *(
             decode(h, b=3, s_q=70, s_kv=900, page=64, ratio=4, topk=k, sink="normal", features=("e4m3", "nan", *more))
             for h, k, more in (
