@@ -274,6 +274,14 @@ def cuda() -> jax.Device:
 
 
 @pytest.fixture
+def hopper(monkeypatch):
+    """A machine with Hopper alone, as far as the choice of kernels goes."""
+    if not library.variants_for("csa_fwd"):
+        pytest.skip("needs kernels")
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+
+
+@pytest.fixture
 def no_gpu(monkeypatch, request):
     """As if there were none, except for a test that is marked gpu."""
     if request.node.get_closest_marker("gpu") is None:

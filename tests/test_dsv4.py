@@ -390,14 +390,6 @@ def in_passes(x, how):
 OF_KINDS = {"": "mla_span_fwd", "all": "hca_fwd", "chosen": "csa_fwd"}
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """A machine with Hopper alone, as far as the choice of kernels goes."""
-    if not library.variants_for("csa_fwd_turned"):
-        pytest.skip("needs kernels")
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kinds", OF_KINDS)
 @pytest.mark.parametrize("h, turns", [(64, True), (128, True), (8, False)])

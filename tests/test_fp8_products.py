@@ -24,7 +24,7 @@ from tests import hopper_e4m3, retrieval
 from tests.helpers import assert_right
 
 E4M3_PRODUCTS, BF16_ROPE = e4m3.PRODUCTS
-ROPE = 64
+ROPE = e4m3.ROPE
 LOG2_E = np.log2(np.e)
 E4M3_KERNELS = [v for v in VARIANTS if isinstance(v, Forward) and v.is_e4m3]
 

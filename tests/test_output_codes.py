@@ -188,14 +188,6 @@ def test_there_is_no_gradient(how):
         jax.grad(lambda q: in_codes(**(x | {"q": q}), **given, **how)[0][1].sum())(x["q"])
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """A machine with Hopper alone, as far as the choice of kernels goes."""
-    if not library.variants_for("csa_fwd_turned_to_e4m3"):
-        pytest.skip("needs kernels")
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize(

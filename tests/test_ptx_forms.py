@@ -268,19 +268,24 @@ def test_bulk_stores():
         run(body.replace("cp.async.bulk.wait_group 0;", ""))
 
 
+def added_by_four(body, size):
+    """What four CTAs of one warp add to so many bytes of zeros, in several orders."""
+    program = parse(Handwritten(body).ptx)
+    for seed in SEEDS:
+        memory = new_memory()
+        params = bytes(136) + add_cleared(memory, "result", size).to_bytes(8, "little")
+        Machine(
+            program, grid=4, threads=32, smem_bytes=65536, params=params, memory=memory, events=memory.events, seed=seed
+        ).run()
+        yield memory.named("result").bytes
+
+
 def test_bulk_sums():
     """Those of four CTAs onto what the host wrote; in whatever order they come."""
     add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd4], [%r3], 128;"
     body = BULK.format(copy=add).replace("%r4], %r1", "%r4], 0f3FC00000")
-    program = parse(Handwritten(body).ptx)
-    for seed in SEEDS:
-        memory = new_memory()
-        result = add_cleared(memory, "result", 128)
-        params = bytes(136) + result.to_bytes(8, "little")
-        Machine(
-            program, grid=4, threads=32, smem_bytes=65536, params=params, memory=memory, events=memory.events, seed=seed
-        ).run()
-        assert (memory.named("result").bytes.view(np.float32) == 6).all()
+    for result in added_by_four(body, 128):
+        assert (result.view(np.float32) == 6).all()
     with pytest.raises(Unsupported, match=r"modifier \.u32"):
         run(body.replace("add.f32", "add.u32"))
 
@@ -297,16 +302,9 @@ def test_sums_of_integers():
   @%p1 red.relaxed.gpu.global.or.b64 [%rd4], %rd7;
   red.relaxed.gpu.global.add.u32 [%rd4+8], %r1;
 """
-    program = parse(Handwritten(body).ptx)
-    for seed in SEEDS:
-        memory = new_memory()
-        result = add_cleared(memory, "result", 16)
-        params = bytes(136) + result.to_bytes(8, "little")
-        Machine(
-            program, grid=4, threads=32, smem_bytes=65536, params=params, memory=memory, events=memory.events, seed=seed
-        ).run()
-        halves = sum(-(-lane // 2) for lane in range(32))
-        assert memory.named("result").bytes.view(np.uint64).tolist() == [(1 << 63) + 4 * halves, 4 * sum(range(32))]
+    halves = sum(-(-lane // 2) for lane in range(32))
+    for result in added_by_four(body, 16):
+        assert result.view(np.uint64).tolist() == [(1 << 63) + 4 * halves, 4 * sum(range(32))]
     with pytest.raises(Unsupported, match="red"):
         run(body.replace("add.u32", "add.v2.u32"))
 

@@ -70,12 +70,13 @@ def mla_backward_bound() -> str:
     seconds = launched(row)[0]
     tile = seconds * SMS / tiles
     added = few["case"]["s_q"] * (few["case"]["window"] + few["case"]["topk"]) * 512 * 4
-    l2 = NOTED["additions"]["bytes a second that L2 adds"]
+    l2, far_alone = NOTED["additions"]["bytes a second that L2 adds"], NOTED["far additions"]
     return bullets(f"""- **128 heads**, a window and 1024 of 8192 keys: {seconds * 1e3:.2f} ms for {tiles:,} tiles, {tile * 1e6:.1f} µs a tile on an SM.
   Products take {percent(row["flops"] / row["matmul_flops_per_s"] / seconds)} of that time.
   The bound is what leaves an SM: {128 * 1024 / tile / 1e9:.0f} bytes a ns, reductions and `st.async` to the peer together.
 - **Far keys**: 65536 keys of dkv do not fit into L2, so each reduction is a read and a write of HBM.
-  The gradient at 64 heads then reaches {share(far)} of the roofline. On an H100 reductions alone take 4.08 of the kernel's 4.78 ms.
+  The gradient at 64 heads then reaches {share(far)} of the roofline. On an {far_alone["device"]} reductions alone take
+  {far_alone["alone, ms"]:.2f} of the kernel's {far_alone["kernel, ms"]:.2f} ms.
 - **16 heads**: the reductions are {added / 1e9:.1f} GB. L2 adds {l2 / 1e12:.1f} TB a second, which gives {added / l2 * 1e3:.2f} ms.
   The kernel takes {launched(few)[0] * 1e3:.2f} ms.
 - **Beside the kernel**, XLA makes rowsum(o ∘ do), clears dkv and rounds it: {(ours(row) - seconds) * 1e3:.2f} ms at 128 heads.""")
