@@ -194,7 +194,7 @@ TURNING |= {op: TURNING[turned] for op, turned in TO_E4M3.items()}
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
 
 KEEPING_ROPE = {f"{op}_e4m3_bf16_rope": op for op in ("csa_fwd", "hca_fwd")}
-"""Of the ops of `E4M3` those whose scores take RoPE's dimensions, the last ones, by products of bfloat16."""
+"""Ops of `E4M3` whose scores take RoPE's dimensions, the last ones, by products of bfloat16; and what they are then."""
 
 E4M3 = {f"{op}_e4m3": op for op in ("csa_fwd", "hca_fwd")} | KEEPING_ROPE
 """Ops by products of e4m3, with keys as codes in one unit for each batch entry; and what they are in bfloat16."""
@@ -291,7 +291,7 @@ class MlaBackward(Variant):
 
     @property
     def bounds(self) -> bool:
-        """Whether it makes no gradients, but bounds of those of keys, of which the units of fixed point are made."""
+        """Whether it makes bounds of keys' gradients, which the units of fixed point follow from, and no gradients."""
         return self.op in BOUNDS
 
     @property

@@ -185,7 +185,7 @@ def mla_gradient(op: str, sources: Arrays) -> Target:
 
 
 def mla_bounds(op: str, sources: Arrays) -> Target:
-    """Of every key 64 bits, the low word first."""
+    """A bound is 64 bits for a key, the low word first."""
     most_of_p = array("most_of_p: f32[b s_q h_q]", "table")
     bounds = []
     for keys in sources[::3]:

@@ -43,7 +43,7 @@ def meant(codes, scales):
 
 
 def test_the_definition():
-    """Of rows of any size; of zeros; where the greatest number is 448 times a power of two, or a bit more."""
+    """For rows of any size, zeros, and a greatest number that is 448 times a power of two, or a bit more."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 4, SCALED)) * 2.0 ** rng.integers(-60, 60, (40, 4, 1))
     x[0], x[1, :, 1:] = 0, 0

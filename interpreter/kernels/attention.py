@@ -164,7 +164,7 @@ def e4m3(x: Array) -> Array:
 
 
 def scales_of(amax: Array) -> Array:
-    """Of columns whose greatest number is this: the least power of two of which 448 times are not less, in float64."""
+    """The least power of two of which 448 times are not less than this greatest number, in float64."""
     k = np.ceil(np.log2(np.maximum(amax, 1e-10) / 448))
     return np.asarray(np.exp2(k))
 

@@ -134,7 +134,7 @@ def judge(x: Problem, got: Made) -> None:
 
 
 def unit(tops: Array) -> Array:
-    """Of each greatest number."""
+    """The unit that each greatest number gives."""
     return np.asarray(unit_of(jnp.asarray(tops)[..., None], axes=-1))[..., 0]
 
 

@@ -74,7 +74,7 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Of what is made of a key."""
+        """The bytes that are made of a key."""
         return D + 2 * ROPE * self.rope
 
     @property

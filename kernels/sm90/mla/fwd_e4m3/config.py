@@ -32,7 +32,7 @@ class Config:
 
     @property
     def stages_k(self) -> int:
-        """Of keys and of P. SMEM holds as many."""
+        """Places for tiles of keys, and for P: as many as SMEM holds."""
         return 3 if self.rope else 4
 
     @property
@@ -42,7 +42,7 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Of a key, and of a row of q in SMEM: codes, and RoPE's numbers."""
+        """The bytes of a key, and of a row of q in SMEM: codes, and RoPE's numbers."""
         return self.d + 2 * self.rope
 
     @property
