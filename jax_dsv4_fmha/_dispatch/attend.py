@@ -90,8 +90,6 @@ def attend(
       NotImplementedError: "cubin", and no kernel is built for these sources; or `deterministic` where XLA's scatter
         would compute the gradient on a GPU; or `batch_invariant`, and no kernel with this order is built for them.
     """
-    if not isinstance(deterministic, bool):
-        raise _check.error(TypeError, op, "deterministic", deterministic, "a bool")
     if len(sources) == 1 and isinstance(sources[0], SpanSource) and sources[0].keys.ndim == 3:
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))

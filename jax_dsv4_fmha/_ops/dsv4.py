@@ -145,6 +145,7 @@ def dsv4_attention(
     if window_lengths is not None:
         window_lengths = _check.operand(op, "window_lengths", window_lengths, "b", dims, _check.INT)
     _check.implementation(op, implementation)
+    _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
