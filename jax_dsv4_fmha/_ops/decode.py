@@ -143,7 +143,7 @@ def dsv4_decode(
     if products is not None and isinstance(s_q, int) and s_q < FEWEST_QUERIES:
         wanted = f"None with fewer than {FEWEST_QUERIES} queries, whose time is that of reading keys"
         raise _check.error(ValueError, op, "products", f"{products} with s_q={s_q}", wanted)
-    turn = checked_turn(op, rope_table, norm_eps, dims)
+    turn = checked_turn(op, rope_table, norm_eps, dims, implementation)
 
     if indices is not None and indices.shape[2] == 0:
         compressed_cache = indices = topk_length = None
@@ -153,7 +153,7 @@ def dsv4_decode(
             sink=sink, indices=indices, topk_length=topk_length, ratio=ratio, window=window, q_offset=q_offset,
             is_causal=is_causal, scale=scale, products=products,
         )  # fmt: skip
-        return in_passes(definition, q, turn)
+        return in_passes(definition, q, turn, implementation)
     seen = seen_slots if products is None else of_chunk
     sources: Sequence[Source] = seen(
         s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
@@ -162,4 +162,4 @@ def dsv4_decode(
         attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation, differentiable=False,
         batch_invariant=batch_invariant, products=products,
     )  # fmt: skip
-    return in_passes(lambda q: run(q=q), q, turn)
+    return in_passes(lambda q: run(q=q), q, turn, implementation)

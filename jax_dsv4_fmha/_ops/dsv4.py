@@ -86,7 +86,8 @@ def dsv4_attention(
       rope_table: float32 `[b, s_q, n]` or `[1, s_q, n]`, cos and sin of n / 2 pairs by turns, as `layers.Rope.table`
         makes them. q is then as it was before RoPE: the last n dimensions of its heads are turned, in neighbouring
         pairs, and those of o are turned back. Where there is a kernel for it, this is a part of attention; it rounds
-        less than passes of their own.
+        less than passes of their own. The reference alone has derivatives in the table; elsewhere to ask for one is an
+        error.
       norm_eps: a float > 0, with a rope_table: q comes before the norm of its heads too, `q / sqrt(mean(q²) +
         norm_eps)`. None means no norm, for which there is no such kernel.
       o_groups: with a rope_table, in how many groups of heads a product takes o, as V4's output projection does.
@@ -162,12 +163,12 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
-    turn = checked_turn(op, rope_table, norm_eps, dims)
+    turn = checked_turn(op, rope_table, norm_eps, dims, implementation)
     if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
         raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
 
     def passes(attention: Callable[[jax.Array], reference.Attention]) -> Any:
-        results = in_passes(attention, q, turn)
+        results = in_passes(attention, q, turn, implementation)
         return results if o_dtype is None else in_codes(op, results)
 
     if indices is not None and indices.shape[2] == 0:
