@@ -368,6 +368,7 @@ def _ops(
     elif products is not None:
         rounded_kernel = kernel_by_products if kinds in BY_PRODUCTS[products] else None
         attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, rounded_definition, rounded_kernel, halo=halo)
+        attention = dataclasses.replace(attention, differentiated=by_products.DIFFERENTIATED)
     else:
         forward_kernel = kernel if kinds in FORWARD else None
         attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, forward_kernel, halo=halo)

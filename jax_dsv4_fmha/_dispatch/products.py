@@ -16,6 +16,8 @@ from .op import Arrays
 from .sources import Part, Source
 from .tables import BY_PRODUCTS, without_heads
 
+DIFFERENTIATED = "products=None, or implementation='reference', which has the gradient as if nothing were rounded"
+
 
 def definition(q: Any, sources: Sequence[Source], sink: Any, scale: float, products: str) -> Arrays:
     """Rounded q, keys and weights, in float32."""

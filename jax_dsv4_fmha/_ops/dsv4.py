@@ -95,9 +95,10 @@ def dsv4_attention(
         divide h_q.
 
       products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
-        4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
-        and there is no gradient. A Cache, packed in any layout or not, becomes codes sequence by sequence.
-        "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for the scores: d is greater.
+        4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums.
+        The reference alone has a gradient, as if nothing were rounded. A Cache, packed in any layout or not, becomes
+        codes sequence by sequence. "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for
+        the scores: d is greater.
       o_dtype: "float8_e4m3fn" makes o (codes, scales): codes e4m3 `[b, s_q, h_q, d]`, and scales float32
         `[b, s_q, h_q, d / 128]`, so that code · scale is o. A scale is the power of two of its 128 columns, of which
         448 times are not less than the greatest of them, or than 1e-10 (docs/semantics.md). There is no gradient, and d

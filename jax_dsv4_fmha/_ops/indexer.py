@@ -223,7 +223,7 @@ def quantize_indexer(
     Each row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for
     each query and head, are multiplied into weights; they are positive, so they pass through ReLU. The scales of k are
     k_scale. Multiply the rows of q and k by a Hadamard matrix first, as DeepSeek-V4 does: it spreads outliers over all
-    of d.
+    of d. Codes and scales have no gradient, as the choice has none.
 
     Args:
       q: `[b, s_q, h, d]`, bfloat16, float16 or float32.
