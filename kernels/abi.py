@@ -161,7 +161,7 @@ class Forward(Variant):
             *self.params_of_keys,
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),
-            *each("address", *["table"] * (self.turns or self.is_e4m3)),
+            *each("address", *["table"] * self.turns),
             *each("float32", *["eps"] * self.turns),
             *TILING,
         )
@@ -197,7 +197,10 @@ KEEPING_ROPE = {f"{op}_e4m3_bf16_rope": op for op in ("csa_fwd", "hca_fwd")}
 """Ops of `E4M3` whose scores take RoPE's dimensions, the last ones, by products of bfloat16; and what they are then."""
 
 E4M3 = {f"{op}_e4m3": op for op in ("csa_fwd", "hca_fwd")} | KEEPING_ROPE
-"""Ops by products of e4m3, with keys as codes in one unit for each batch entry; and what they are in bfloat16."""
+"""Ops by products of e4m3, with keys as codes, each in a unit of its own; and what they are in bfloat16."""
+
+UNIT_BYTES = 16
+"""At the end of a key of theirs, of which the first two are its unit, a power of two in bfloat16."""
 
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in E4M3.items()}
 
@@ -652,7 +655,7 @@ class SeenSlots(Variant):
 
 @dataclass(frozen=True)
 class KeyCodes(Variant):
-    """Keys for products of e4m3: "key_codes", in the unit of the greatest number so far, then "key_codes_again"."""
+    """Keys for products of e4m3, each in a unit of its own."""
 
     dtype: str  # of keys that are not packed
     packing: str = ""  # of `packings.PACKED`
@@ -662,7 +665,7 @@ class KeyCodes(Variant):
 
     @property
     def params(self) -> Params:
-        arrays = each("address", "keys", "slots", "top", "taken", "codes")
+        arrays = each("address", "keys", "slots", "codes")
         return (*arrays, *each("int32", "b", "n", "page", "page_bytes"))
 
 

@@ -16,6 +16,7 @@ from .abi import (
     TO_E4M3,
     TURNING,
     TURNING_GRADIENTS,
+    UNIT_BYTES,
 )
 
 
@@ -102,8 +103,8 @@ CODES = "f8e4m3fn"
 
 
 def of_codes(op: str) -> Arrays:
-    """Keys of an op of `abi.E4M3`: 512 codes, and RoPE's 64 numbers in bfloat16, where it keeps them."""
-    width = "640" if op in KEEPING_ROPE else "d"
+    """Keys of an op of `abi.E4M3`: 512 codes, RoPE's 64 numbers in bfloat16, where it keeps them, and a unit."""
+    width = 512 + 2 * 64 * (op in KEEPING_ROPE) + UNIT_BYTES
     window = span(0, "window_kv", f"b s_w {width}", dtype=CODES)
     if E4M3[op] == "csa_fwd":
         return (*window, *selection(1, "kv", f"b s_c {width}", dtype=CODES))
@@ -122,7 +123,6 @@ K_AND_V = (
 SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
 SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
 OF_TURN = (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
-UNITS = (array("units: f32[b]", "table"),)  # of the codes of a batch entry's keys
 SCALES = array("scales: f32[b s_q h_q o_blocks]", "o_parts", aligned=True)  # of codes; keys are not split
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
@@ -142,8 +142,6 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
     attributes["order"] = "int64"
     if op in TURNING:
         operands, attributes = operands + OF_TURN, attributes | EPS
-    if op in E4M3:
-        operands += UNITS
     return Target(op, "forward", operands, results, SCALE | attributes, FORWARD_OPS[op])
 
 
@@ -222,9 +220,6 @@ KEPT_BY_INSERTION = (
 )
 """What an insertion changes: a cache, and what it pools: calls have no empty arrays, which XLA copies, and in whose
 place other calls may have theirs."""
-
-KEYS_TO_ROUND = (array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True), *arrays("slots: s32[b n]"))
-CODES_OF_KEYS = array("codes: f8e4m3fn[b n row_bytes]", aligned=True)
 
 TARGETS = (
     attention("mha_fwd", K_AND_V),
@@ -425,15 +420,8 @@ TARGETS = (
     Target(
         "key_codes",
         "key_codes",
-        (*KEYS_TO_ROUND, *arrays("top: s32[b]")),
-        (CODES_OF_KEYS, *arrays("taken: s32[b n_taken]", "new_top: s32[b]")),  # for each CTA; in place
-        {"packing": "string"},
-    ),
-    Target(
-        "key_codes_again",
-        "key_codes",
-        (*KEYS_TO_ROUND, *arrays("top: s32[b]"), CODES_OF_KEYS, *arrays("taken: s32[b n_taken]")),
-        (array("new_codes: f8e4m3fn[b n row_bytes]", aligned=True),),  # in place
+        (array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True), *arrays("slots: s32[b n]")),
+        (array("codes: f8e4m3fn[b n row_bytes]", aligned=True),),
         {"packing": "string"},
     ),
     Target(

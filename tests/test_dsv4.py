@@ -353,7 +353,8 @@ def test_norm_and_rope_are_those_apart(how, eps):
     [
         ({"norm_eps": 0.1}, "norm_eps: got 0.1, wanted None without a rope_table"),
         ({"rope_table": jnp.ones((1, 5, 4))}, r"rope_table: got .*, wanted float32\[b=2 or 1, s_q=6, n\], n even"),
-        ({"rope_table": jnp.ones((1, 6, 10))}, r"rope_table: got .* n even and at most 8"),
+        ({"rope_table": jnp.ones((1, 6, 10))}, r"rope_table: got .* n even, from 2 to 8"),
+        ({"rope_table": jnp.ones((1, 6, 0))}, r"rope_table: got float32\[1, 6, 0\], wanted .* n even, from 2 to 8"),
         (TURN | {"norm_eps": 0.0}, "norm_eps: got 0.0, wanted a float > 0"),
     ],
 )

@@ -13,7 +13,7 @@ from interpreter.kernels import attention, cases, command, native
 from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
-from kernels.abi import ANY, TO_E4M3, Combine, Forward
+from kernels.abi import ANY, E4M3, TO_E4M3, Combine, Forward
 from kernels.packings import PACKED
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
@@ -174,8 +174,8 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     poisoned = window.k.copy()
     poisoned[:, bad] = np.nan
     spoilt_window = dataclasses.replace(window, k=poisoned, v=poisoned)
-    if x.units is not None:
-        spoilt_window = attention.as_codes(spoilt_window, x.units, x.op)
+    if x.op in E4M3:
+        spoilt_window = attention.as_codes(spoilt_window, x.op)
     spoilt = dataclasses.replace(x, sources=(spoilt_window, entries))
     (want, *_), (got, *_) = (launch(k, y, processors=1).run() for y in (x, spoilt))
     o = got.astype(np.float32)

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from jax_dsv4_fmha._definitions.e4m3 import SCALED
-from kernels import build
-from kernels.abi import TO_E4M3, Combine, Forward, Variant
+from kernels import build, calls
+from kernels.abi import BY_COLUMNS, Combine, Forward, Variant
 from kernels.tables import Record
 
 from ..machine.copies import TensorMap
@@ -23,6 +23,8 @@ from . import attention, native
 
 BUILD = Path(__file__).parents[2] / "build"
 ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the driver's number of a type
+TARGETS = {target.name: target for target in calls.TARGETS}
+NUMPY = {"f32": np.dtype(np.float32), calls.CODES: np.dtype("float8_e4m3fn")}
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 
 
@@ -146,12 +148,17 @@ def parts_of(x: attention.Operands) -> dict[str, int]:
 
 
 def outputs_of(x: attention.Operands) -> dict[str, Array]:
-    """The outputs of attention: o and lse; or codes of o, lse, and the scales of the codes."""
-    results = {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
-    if x.op not in TO_E4M3:
-        return results
-    scales = np.empty((*x.q.shape[:-1], x.shape.d // SCALED), np.float32)
-    return results | {"o": np.empty(x.q.shape, np.dtype("float8_e4m3fn")), "o_parts": scales}
+    """The results of attention whose keys are not split, by the names of addresses and in the order of the call: as
+    `kernels.calls` describes them, o and lse, or codes of o, lse and the scales of the codes.
+    """
+    extents = x.shape._asdict() | {"o_blocks": x.shape.d // SCALED}
+    results = {}
+    for array in TARGETS[BY_COLUMNS.get(x.op, x.op)].results:
+        form, name = array.forms[0], array.fields[0]
+        if not {"splits", "b_split"} & set(form.axes):
+            dtype = x.q.dtype if form.dtype == "T" else NUMPY[form.dtype]
+            results[name] = np.empty([extents[axis] for axis in form.axes], dtype)
+    return results
 
 
 def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, int]:

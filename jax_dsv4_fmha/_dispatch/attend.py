@@ -173,7 +173,7 @@ def _support_in_order(op: str, q: jax.Array, sources: Sequence[Source]) -> Suppo
             kernel, got = None, f"{got}, {first.keys.shape[2]} KV heads"
     archs = tuple(x for x in _shipped(kernel, q) if x in IN_ORDER_ON)
     support = Support(got, (kernel.op,) if kernel else (), archs, packing=(kernel and kernel.packing) or "")
-    if not support.built:
+    if not support.is_there:
         known = dict.fromkeys(x.op for x in IN_ORDER.values())
         wanted = f"operands of a kernel that sums in the canonical order, on {' or '.join(IN_ORDER_ON)}"
         raise not_built(op, "batch_invariant", f"True for {got}", wanted, tuple(known))

@@ -29,26 +29,17 @@ def definition(q: Any, sources: Sequence[Source], sink: Any, scale: float, produ
 
 
 def by_kernel(q: Any, sources: Sequence[Source], sink: Any, scale: float, products: str) -> Arrays:
-    parts, units = _in_codes(sources, q.shape[0], rope=products == e4m3.BF16_ROPE)
     row = BY_PRODUCTS[products][tuple(kind for source in sources for kind in source.kinds)]
-    return row.run(q, *row.operands(*parts), sink, units, scale=scale)
+    parts = [_in_codes(source, rope=products == e4m3.BF16_ROPE) for source in sources]
+    return row.run(q, *row.operands(*parts), sink, scale=scale)
 
 
-def _in_codes(sources: Sequence[Source], b: int, rope: bool) -> tuple[list[Part], jax.Array]:
-    """Parts with codes as keys, and the unit of each batch entry's, float32 [b]; no key is in memory in between."""
-    found = [_located(source) for source in sources]
-    how = [(*_in_pool(pool, slots, packing), packing) for _, pool, slots, packing in found]
-    of_all = min(slots.shape[0] for _, slots, _ in how)  # 1 where a pool is among them: all sequences have one unit
-    top, first = jnp.zeros(of_all, jnp.int32), []
-    for pool, slots, packing in how:
-        codes, taken, top = key_codes.key_codes(pool, slots.reshape(of_all, -1), top, packing=packing, rope=rope)
-        first.append((codes, taken))
-    made = []
-    for (part, *_), (pool, slots, packing), x in zip(found, how, first, strict=True):
-        (codes,) = key_codes.key_codes_again(pool, slots.reshape(of_all, -1), top, *x, packing=packing)
-        made.append(dataclasses.replace(part, keys=codes.reshape(*slots.shape, -1)))
-    unit = e4m3.unit_of(jax.lax.bitcast_convert_type(top, jnp.float32)[:, None], axes=1)
-    return made, jnp.broadcast_to(unit.reshape(-1), (b,))
+def _in_codes(source: Source, rope: bool) -> Part:
+    """A part with codes as keys; no key is in memory in between."""
+    part, pool, slots, packing = _located(source)
+    return dataclasses.replace(
+        part, keys=key_codes.key_codes(*_in_pool(pool, slots, packing), packing=packing, rope=rope)
+    )
 
 
 def _located(source: Source) -> tuple[Part, jax.Array, jax.Array, str]:

@@ -164,7 +164,7 @@ def _by_products(suffix: str) -> dict[tuple[str, ...], Kernel]:
 
 
 BY_PRODUCTS = {e4m3.E4M3: _by_products("e4m3"), e4m3.BF16_ROPE: _by_products("e4m3_bf16_rope")}
-"""By products of e4m3: they take codes in place of keys, and after the sink the unit of each batch entry's"""
+"""By products of e4m3: they take codes in place of keys"""
 
 TURNED_DIMS = 64
 """the dimensions of a head that they turn"""

@@ -5,9 +5,8 @@ without it.
 float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back. Those "to_e4m3"
 return o as codes, float8_e4m3fn, and after lse its scales, float32 `[b, s_q, h_q, d / 128]`; they never split keys.
 
-`csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as codes, float8_e4m3fn, and after the
-sink float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with. With `_bf16_rope` a key
-is 640 bytes, as `key_codes` makes them with rope, and the last 64 dimensions of its scores' products are of bfloat16.
+`csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as `key_codes` makes them. With
+`_bf16_rope` it makes them with rope, and the last 64 dimensions of their scores' products are of bfloat16.
 """
 
 import functools

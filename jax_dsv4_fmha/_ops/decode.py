@@ -81,8 +81,7 @@ def dsv4_decode(
       rope_table, norm_eps: as in `dsv4_attention`: q comes before RoPE and before the norm of its heads, o is turned
         back, in passes of their own.
       products: for a chunk of a prompt, of 64 queries at least: as in `dsv4_attention`, straight from
-        the bytes of caches in any layout, or from bfloat16. The unit of a sequence's entries is that of those which its
-        queries may see, so no other sequence has a say in it. Steps of fewer queries wait for keys, not for products:
+        the bytes of caches in any layout, or from bfloat16. Steps of fewer queries wait for keys, not for products:
         they take None.
 
     Returns:

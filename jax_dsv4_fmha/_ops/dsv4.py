@@ -184,7 +184,7 @@ def dsv4_attention(
     alive = None
     if cache is not None and compressed_kv is not None and products is not None:
         alive = jnp.broadcast_to(jnp.arange(dims["s_c"], dtype=jnp.int32), (b, dims["s_c"]))
-        if rules:  # entries that no query may see have no say in the unit of a sequence
+        if rules:  # entries that no query may see are not read
             may_be_seen = (start.min(1, keepdims=True) <= alive) & (alive < stop.max(1, keepdims=True))
             alive = jnp.where(may_be_seen, alive, -1)
     if cache is not None and compressed_kv is not None and (products is None or implementation == "reference"):
@@ -194,7 +194,7 @@ def dsv4_attention(
         slots = cache.slots(indices)
         compressed_kv = cache.pool()
         if implementation == "reference":
-            compressed_kv, indices = cache.take(alive), jnp.where(slots < 0, -1, indices)
+            compressed_kv, indices = cache.take(), jnp.where(slots < 0, -1, indices)
     if implementation == "reference":
         assert not isinstance(compressed_kv, Cache)
         selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
@@ -228,7 +228,8 @@ def dsv4_attention(
             sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     support = support_of(q, sources, products=products)
     if method == "fused" and not support.shipped:
-        wanted = "'two_pass', or operands that there is a fused kernel for"
+        other = "'two_pass'" if products is None else "None, with which the reference runs"
+        wanted = f"{other}, or operands that there is a fused kernel for"
         raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
         attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation,

@@ -28,11 +28,11 @@ def checked_turn(
 
 def _table(op: str, x: Any, dims: Mapping[str, Any]) -> jax.Array:
     b, s_q, d = (dims[name] for name in ("b", "s_q", "d"))
-    wanted = f"float32[b={b} or 1, s_q={s_q}, n], n even and at most {d}"
+    wanted = f"float32[b={b} or 1, s_q={s_q}, n], n even, from 2 to {d}"
 
     def fits(x: Any) -> bool:
         shaped = x.dtype == jnp.float32 and x.ndim == 3 and x.shape[0] in (1, b) and x.shape[1] == s_q
-        return bool(shaped and x.shape[2] % 2 == 0 and x.shape[2] <= d)
+        return bool(shaped and x.shape[2] % 2 == 0 and 2 <= x.shape[2] <= d)
 
     return _check.array(op, "rope_table", x, wanted, fits)
 
