@@ -322,6 +322,7 @@ def test_kernels(kind, packed):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.usefixtures("cuda")
 def test_a_long_prompt_compiles_soon():
     """XLA took minutes to compile the sums of 128 tokens where there are many blocks."""
