@@ -61,12 +61,14 @@ def test_commands_are_understood():
 
 
 def test_ci_runs_every_test():
-    """What `make test` leaves out has a target of its own, except random cases, and CI runs every target of tests."""
+    """What `make test` leaves out has a target of its own, except random cases, and CI runs every target of tests but
+    that of a GPU.
+    """
     makefile = (ROOT / "Makefile").read_text()
     targets, ci = re.findall(r"^(test[a-z-]*):", makefile, re.M), (ROOT / ".ci/run").read_text()
     (left_out,) = re.findall(r"-m 'not \((.*)\)'", makefile)
     assert set(left_out.split(" or ")) == {"fuzz", *re.findall(r"\(PYTEST\) -m ([a-z]+)$", makefile, re.M)}
-    assert set(targets) == set(re.findall(r"make (test[a-z-]*)", ci))
+    assert set(targets) - {"test-gpu"} == set(re.findall(r"make (test[a-z-]*)", ci))
 
 
 GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))
