@@ -12,6 +12,7 @@ from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, by_columns, native
 from interpreter.kernels.launch import Kernel, launch
+from interpreter.machine import scheduler
 from interpreter.machine.hazards import Misuse, Race, Undefined
 from kernels.abi import RowColumns, RowScores
 
@@ -165,14 +166,14 @@ def problem(**extents):
 
 @functools.cache
 def scored(**extents):
-    (machine := by_columns.score(kernel(KEY), problem(**extents))).run()
+    scheduler.run(machine := by_columns.score(kernel(KEY), problem(**extents)))
     return machine
 
 
 def run_with(fault, seed):
     columns, case = kernel(COLUMNS.format("bfloat16")), fault.case or {}
     faulty = replace(columns, ptx=fault.planted_in(columns.ptx))
-    by_columns.add_columns(faulty, problem(**case), scored(**case), seed=seed).run()
+    scheduler.run(by_columns.add_columns(faulty, problem(**case), scored(**case), seed=seed))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

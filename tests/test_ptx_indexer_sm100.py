@@ -24,6 +24,7 @@ from interpreter.kernels.indexer import (
 )
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
+from interpreter.machine import scheduler
 from interpreter.machine.hazards import Race, Undefined
 from interpreter.machine.state import Array
 from tests.sm100 import HANDED_OVER_UNFENCED, MMA, NEEDS_DSL, compiler, mutant, unordered  # noqa: F401
@@ -43,7 +44,7 @@ def test_scores_and_choice(key):
     judge_scores(x, got.scores, x.seen)
     judge_choice(got, x.start, x.stop)
     call = Call.of(Kernel.of(v), x, processors=3)
-    (again := call.scoring(seed=1)).run()
+    scheduler.run(again := call.scoring(seed=1))
     assert call.scores(call.rows(again))[x.seen].tobytes() == got.scores[x.seen].tobytes()
 
 
@@ -68,7 +69,7 @@ def test_a_step_of_eight_queries_with_places_that_see_nothing():
     start[1], stop[1] = 0, 0
     x = dataclasses.replace(x, start=start, stop=stop)
     call = Call.of(Kernel.of(v), x, processors=2)
-    (scored := call.scoring()).run()
+    scheduler.run(scored := call.scoring())
     call.judge(scored)
 
 
@@ -80,7 +81,7 @@ def test_nan_of_a_key_stays_nan():
     k[:, 5] = np.nan
     x = dataclasses.replace(x, k=k, start=np.zeros_like(x.start), stop=np.full_like(x.stop, 128))
     call = Call.of(Kernel.of(v), x, processors=1)
-    (scored := call.scoring()).run()
+    scheduler.run(scored := call.scoring())
     scores = call.scores(call.rows(scored))
     assert np.isnan(scores[..., 5]).all() and np.isfinite(scores[..., :5]).all()
 
@@ -206,7 +207,7 @@ def run_with(kernel: Kernel, fault: PlantedFault[str, int], seed: int) -> None:
     v = native.variant_of(fault.kernel)
     x = Problem.of(v, 1, 5, fault.case or 600, 40, 64 if v.paged else 0)
     call = Call.of(kernel, x, processors=1)
-    (scored := call.scoring(seed=seed)).run()
+    scheduler.run(scored := call.scoring(seed=seed))
     scores = call.scores(call.rows(scored))
     if fault.answers is not None:
         try:
@@ -308,7 +309,7 @@ TEACHER_FAULTS = [
 def sum_with(kernel: Kernel, fault: PlantedFault[str, tuple[int, ...]], seed: int) -> None:
     x = probabilities.Problem.of(native.variant_of(TEACHER), *(fault.case or FEW_HEADS))
     call = probabilities.Call(kernel, x, processors=1)
-    (ran := call.machine(seed=seed)).run()
+    scheduler.run(ran := call.machine(seed=seed))
     if fault.answers is not None:
         try:
             probabilities.judge(fault.answers(x), call.result(ran))
@@ -423,7 +424,7 @@ AT_FAULTS = [
 def score_at_with(kernel: Kernel, fault: PlantedFault[str, str], seed: int) -> None:
     x = ProblemAt.case(native.variant_of(fault.kernel), fault.case or "tiles")
     call = CallAt(kernel, x)
-    (ran := call.machine(seed=seed)).run()
+    scheduler.run(ran := call.machine(seed=seed))
     if fault.answers is not None:
         try:
             judge_at(fault.answers(x), call.results(ran))

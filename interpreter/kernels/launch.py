@@ -16,7 +16,9 @@ from kernels import build
 from kernels.abi import TO_E4M3, Combine, Forward, Variant
 from kernels.tables import Record
 
+from ..machine import scheduler
 from ..machine.copies import TensorMap
+from ..machine.decode import Code
 from ..machine.parser import parse
 from ..machine.state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 from . import attention, native
@@ -47,7 +49,7 @@ class Kernel(Generic[V]):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / f"{variant.key}.lock", "w") as lock:  # several test processes may want it
             fcntl.flock(lock, fcntl.LOCK_EX)
-            record = build.cached(variant, directory) or build.compile_one(variant, directory)
+            record = build.cached(variant, directory) or build.compile_one(variant, directory)[0]
         return Kernel(variant, (directory / f"{variant.key}.ptx").read_text(), record)
 
 
@@ -62,7 +64,7 @@ class Launch:
 
     def run(self) -> tuple[Array, ...]:
         """The results, in the order of `outputs`: of attention (o, lse)."""
-        self.machine.run()
+        scheduler.run(self.machine)
         return self.results()
 
     def results(self) -> tuple[Array, ...]:
@@ -125,7 +127,7 @@ def machine(
     if edits:
         raise LookupError(f"there is nothing to edit by the name of {', '.join(edits)}: {', '.join(plan.params)}")
     return Machine(
-        program,
+        Code.of(program),
         grid=plan.grid,
         threads=kernel.facts["threads"],
         smem_bytes=kernel.facts["smem_bytes"],
