@@ -1,5 +1,9 @@
 """Everything that is shipped, as data.  The build, the C++ table and the tests read this list; nothing restates it."""
 
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
 from .abi import (
     ANY,
     BOUNDS,
@@ -238,3 +242,27 @@ VARIANTS: tuple[Variant, ...] = (
     *plain("sm_90a"),
     *plain("sm_100f"),
 )
+
+
+TWINS: dict[str, dict[Any, Any]] = {
+    "dtype": {"float16": "bfloat16"},
+    "heads": {32: 64},
+    "max_heads": {8: 16, 32: 16},
+    "packing": dict.fromkeys(("v4_fp4", "v41_fp8", "v41_fp4"), "v4_fp8"),
+}
+"""Values of a choice, and another one whose kernel has the same code but for numbers, or for how it unpacks keys"""
+
+
+def typical(variant: Variant, choices: Collection[str] = tuple(TWINS)) -> Variant:
+    """The kernel that tests run in every case, where this one, which differs from it in these choices, has one."""
+    others = {name: TWINS[name].get(x, x) for name, x in variant.choices.items() if name in choices}
+    found = dataclasses.replace(variant, **others)
+    return found if found in _ALL else variant
+
+
+_ALL = frozenset(VARIANTS)
+TESTED = tuple(v for v in VARIANTS if v.arch == "sm_90a" and typical(v) == v)
+"""What `make test` compiles and interprets. `make test-all` does so with all, and a wheel holds them."""
+KERNELS = {"all": VARIANTS, "tested": TESTED}
+KERNELS |= {arch: tuple(v for v in VARIANTS if v.arch == arch) for arch in ("sm_90a", "sm_100f")}
+"""The sets of kernels that can be built, by name"""

@@ -217,10 +217,9 @@ def test_launches_of_a_step(ratio, cache):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 128])
-def test_kernels_are_right(rows, dtype):
-    given = operands(b=rows, s=1, h=16, rank=584, groups=4, n=200, dtype=dtype)
+def test_kernels_are_right(rows):
+    given = operands(b=rows, s=1, h=16, rank=584, groups=4, n=200)
     assert_near(jax.jit(lambda x: all_of(True, **x))(given), by_numpy(**given))
 
 

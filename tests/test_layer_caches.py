@@ -234,8 +234,6 @@ def test_index_keys_in_a_layout_of_their_own(name, keys):
 def test_who_reads_index_keys_in_4_bits(monkeypatch):
     """A step's kernel reads pages; a chunk's has keys that were unpacked for all its queries."""
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-    if not library.variants_for("indexer_scores", paged=True):
-        pytest.skip("not built")
     layer = from_config(MODELS["v4.1"] | WIDE | {"index_n_heads": 32})[1]
     cache = jax.eval_shape(lambda: layer.cache(2, 4096, jnp.float4_e2m1fn))
 

@@ -13,6 +13,7 @@ from interpreter.kernels import attention, cases, command, native
 from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
+from interpreter.machine import scheduler
 from kernels.abi import ANY, TO_E4M3, Combine, Forward
 from kernels.packings import PACKED
 
@@ -113,7 +114,7 @@ def test_splits_are_merged_right(key, case):
     """
     x, (seed, *_) = operands(key, case), seeds(key, case)
     forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
-    forward.machine.run()
+    scheduler.run(forward.machine)
     merged = combine(merging(kernel(key).variant), forward, seed=seed)
     judge(merged.run(), x, merged.scale)
 
@@ -210,7 +211,7 @@ def test_agrees_with_hardware(recorded):
     x = operands(variant.key, hardware.CASE)
     run = launch(kernel(variant.key), x, splits=splits, processors=1)
     if splits > 1:
-        run.machine.run()
+        scheduler.run(run.machine)
         run = combine(merging(variant), run)
     assert_as_on_hardware(run.run(), recorded, x)
 
