@@ -334,7 +334,7 @@ def test_no_factor_may_be_a_fused_product(d):
     assert sum(made.get(x) in products for x in exponents) == 2 * of_scores + (144 // 2 if d == 128 else 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param("heads64_bfloat16", marks=pytest.mark.slow), "heads16_float8_e4m3fn"])
+@pytest.mark.parametrize("name", [pytest.param("heads64_bfloat16", marks=pytest.mark.slow), "heads64_float8_e4m3fn"])
 def test_an_indexers_scores_and_choice_have_the_same_bits(name):
     """Without a mode: of a batch, and of some queries of one sequence, in an array and in pages."""
     key = f"indexer_scores_sm_90a_{name}"

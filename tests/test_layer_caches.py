@@ -156,7 +156,7 @@ def test_a_result_that_is_returned_twice_is_noticed():
 
 def test_index_keys_of_an_fp8_cache():
     """They are packed where a kernel takes the pages; a step then quantizes its queries."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16}
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32}
     layer = from_config(MODELS["v4"] | sizes)[1]
     fp8, table = jnp.float8_e4m3fn, jnp.zeros((2, 2), jnp.int32)
     assert (layer.cache(2, 90, fp8).keys.layout, layer.cache(2, 90, fp8).keys.capacity) == ("index_fp8", 24)

@@ -196,7 +196,6 @@ def test_there_is_no_gradient(how):
         (64, 132, {}, "_turned_to_e4m3"),
         (128, 66, {}, "_turned_to_e4m3"),
         (64, 131, {}, "_turned"),  # whose keys may be split
-        (64, 132, {"dtype": jnp.float16}, "_turned"),
         (64, 132, {"norm_eps": None}, ""),
         (64, 132, {"batch_invariant": True}, ""),
     ],
