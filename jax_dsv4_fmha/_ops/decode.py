@@ -58,8 +58,8 @@ def dsv4_decode(
     compressed entries, if there are any, are seen as above.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; with packed caches only bfloat16 and d = 512; on the reference
-        also float32.
+      q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference, and not with packed caches, whose d
+        is 512.
       window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
         `window + s_q - 1` entries at least, one more if it is not causal.
       compressed_cache: a `Cache`, packed if window_cache is, in any layout; entry w stands for positions `w ratio`

@@ -59,7 +59,7 @@ def dsv4_attention(
     An entry that is seen both in the window and compressed counts twice, as in the model.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference.
       window_kv: `[b, s_w, d]` in q's dtype.
       compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, makes a layer with a window alone. Or a `Cache`,
         paged or not, for a chunk of a prompt: s_c is its capacity, and an entry that it has no page for is absent. A

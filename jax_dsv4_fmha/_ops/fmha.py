@@ -28,7 +28,7 @@ def fmha(
         S = scale * q·k;  lse = log Σ exp(S);  o = Σ exp(S - logaddexp(lse, sink)) v
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32, and float16 with d = 512, only on the reference.
       k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
       v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
       span: which keys a query sees; None means all.

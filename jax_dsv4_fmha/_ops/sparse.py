@@ -28,7 +28,7 @@ def sparse_fmha(
     name has no influence on it, not even as NaN.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference.
       kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
