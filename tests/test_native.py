@@ -73,6 +73,7 @@ def program(request, tmp_path_factory):
         ("order",),
         ("entries",),
         ("rows",),
+        ("decodes",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),
     ],
     ids="-".join,
