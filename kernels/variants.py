@@ -245,12 +245,15 @@ VARIANTS: tuple[Variant, ...] = (
 
 
 TWINS: dict[str, dict[Any, Any]] = {
+    "deterministic": {True: False},
     "dtype": {"float16": "bfloat16"},
     "heads": {32: 64},
     "max_heads": {8: 16, 32: 16},
+    "parts": {1: 2, 2: 4, 8: 4},
     "packing": dict.fromkeys(("v4_fp4", "v41_fp8", "v41_fp4"), "v4_fp8"),
 }
-"""Values of a choice, and another one whose kernel has the same code but for numbers, or for how it unpacks keys"""
+"""Values of a choice, and another one. Their kernels have the same code but for numbers, how they unpack keys, or how
+they sum gradients of keys."""
 
 
 def typical(variant: Variant, choices: Collection[str] = tuple(TWINS)) -> Variant:
