@@ -102,8 +102,7 @@ class Forward(Variant):
 
     @property
     def splits(self) -> bool:
-        is_whole = self.is_e4m3 or self.shares_tiles or self.gives_codes
-        return (self.arch == "sm_90a" or self.shared_kv) and not is_whole
+        return (self.arch == "sm_90a" or self.shared_kv) and not self.is_e4m3 and not self.shares_tiles
 
     @property
     def shares_tiles(self) -> bool:
@@ -114,11 +113,6 @@ class Forward(Variant):
     def turns(self) -> bool:
         """Whether it norms q, turns it by RoPE, and turns o back."""
         return self.op in TURNING
-
-    @property
-    def gives_codes(self) -> bool:
-        """Whether o is codes of e4m3. Its scales are where parts of o would be, for no keys are split."""
-        return self.op in TO_E4M3
 
     @property
     def is_e4m3(self) -> bool:
@@ -144,7 +138,7 @@ class Forward(Variant):
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
         traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.is_e4m3}
-        traits |= {"shared_tiles": self.shares_tiles, "codes": self.gives_codes}
+        traits["shared_tiles"] = self.shares_tiles
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property
@@ -184,12 +178,6 @@ FORWARD_OPS |= {SPAN_OF_FEW_HEADS: FORWARD_OPS["mla_span_fwd"]}
 
 TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
 """Ops that take q as a product makes it, and do its norm, its RoPE and the RoPE back of o; and what they are then."""
-
-TO_E4M3 = {f"{op}_to_e4m3": op for op in TURNING}
-"""Those of them that round o to e4m3, with a scale for every `kernels.lib.output_codes.SCALED` columns; and what they
-are in bfloat16."""
-
-TURNING |= {op: TURNING[turned] for op, turned in TO_E4M3.items()}
 
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
 

@@ -13,7 +13,6 @@ from .abi import (
     KEEPING_ROPE,
     POOL,
     SPAN_OF_FEW_HEADS,
-    TO_E4M3,
     TURNING,
     TURNING_GRADIENTS,
 )
@@ -123,20 +122,17 @@ SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
 SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
 OF_TURN = (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
 UNITS = (array("units: f32[b]", "table"),)  # of the codes of a batch entry's keys
-SCALES = array("scales: f32[b s_q h_q o_blocks]", "o_parts", aligned=True)  # of codes; keys are not split
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
 
 def attention(op: str, sources: Arrays, **attributes: str) -> Target:
-    results = arrays(
+    results = (
         "o: T[b s_q h_q d]",
         "lse: f32[b s_q h_q]",
         # of the last b_split sequences, whose keys are split; without splits there are none
         "o_parts: f32[b_split s_q h_q splits d]",
         "lse_parts: f32[b_split s_q h_q splits]",
     )
-    if op in TO_E4M3:
-        results = (array(f"o: {CODES}[b s_q h_q d]", aligned=True), results[1], SCALES)
     operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
     # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
     attributes["order"] = "int64"
@@ -144,7 +140,7 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
         operands, attributes = operands + OF_TURN, attributes | EPS
     if op in E4M3:
         operands += UNITS
-    return Target(op, "forward", operands, results, SCALE | attributes, FORWARD_OPS[op])
+    return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
 
 
 def by_columns(op: str, sources: Arrays, **attributes: str) -> Target:
@@ -236,9 +232,6 @@ TARGETS = (
     attention("mla_span_fwd_turned", SPAN_OF_HEADS),
     attention("csa_fwd_turned", WINDOW_AND_SELECTION),
     attention("hca_fwd_turned", WINDOW_AND_SPAN),
-    attention("mla_span_fwd_turned_to_e4m3", SPAN_OF_HEADS),
-    attention("csa_fwd_turned_to_e4m3", WINDOW_AND_SELECTION),
-    attention("hca_fwd_turned_to_e4m3", WINDOW_AND_SPAN),
     *(attention(op, of_codes(op)) for op in E4M3),
     attention("dsv4_decode", TWO_POOLS, packing="string"),
     by_columns("mla_sparse_fwd_by_columns", SELECTION),

@@ -8,7 +8,6 @@ from .abi import (
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
     SPAN_OF_FEW_HEADS,
-    TO_E4M3,
     TURNING,
     TURNING_GRADIENTS,
     Combine,
@@ -91,12 +90,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in MLA_OPS
         for dtype in DTYPES
     ),
-    *(
-        Forward(op, "sm_90a", MLA, 512, dtype)
-        for op in TURNING
-        for dtype in DTYPES
-        if dtype == "bfloat16" or op not in TO_E4M3
-    ),
+    *(Forward(op, "sm_90a", MLA, 512, dtype) for op in TURNING for dtype in DTYPES),
     *(Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16") for op in E4M3),
     *(
         KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)

@@ -20,7 +20,7 @@ import pytest
 
 from interpreter.kernels import native
 from interpreter.kernels.attention import operands
-from interpreter.kernels.launch import ELEMENT_BYTES, SWIZZLES
+from interpreter.kernels.launch import SWIZZLES
 from interpreter.kernels.native import (
     Shape,
     addresses_of,
@@ -140,9 +140,6 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     assert (f'packing = "{variant.packing}"' in call) == (variant.op == "dsv4_decode")
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
     o, lse = f"{row}{variant.d}x{dtype}>", f"{row[:-1]}xf32>"
-    if variant.gives_codes:
-        assert f"({row}{variant.d}xf8E4M3FN>, {lse}, {row}4xf32>)" in call, call
-        return
     assert re.search(rf"\({o}, {lse}, {row}(\d+)x{variant.d}xf32>, {row}\1xf32>\)", call), call
 
 
@@ -250,7 +247,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
                 assert (its_map.swizzle, its_map.atom) == (SWIZZLES[spec.swizzle], 16) == (128, 16)
                 box = tuple(spec.box[: spec.rank])
                 if spec.rank == 5:  # q and o: the stub's box is a constant; ours shrinks with a small shape
-                    assert its_map.box[0] == box[0] == 128 // ELEMENT_BYTES[spec.type]
+                    assert its_map.box[0] == box[0] == 64
                     assert math.prod(box[1:]) <= math.prod(its_map.box[1:])
                 else:
                     assert its_map.box == box

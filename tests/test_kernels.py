@@ -246,9 +246,6 @@ def test_sass(key):
         assert count["HGMMA"] == variant.d // 16 + variant.d // 64 * row["tile_n"] // 16, count
     else:
         assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
-    if variant.gives_codes:  # of both sides: a thread's 128 numbers, two at a time; two blocks, whose rows have scales
-        found = [sum(o.startswith(x) for o in opcodes) for x in ("F2FP.SATFINITE.E4M3", "STS.U16", "UTMASTG")]
-        assert found == [2 * 128 // 2, 2 * 128 // 2, 2 * 2], found
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # serialised products would have one for each
     if variant.module == MHA:
         softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_after, whose wait must not come before this one

@@ -49,7 +49,6 @@ LAYERS = [
     "Choice",
     "Compressor",
     "DSV4Attention",
-    "GRADIENT_OPTIONS",
     "IndexQuery",
     "Indexer",
     "LayerCache",

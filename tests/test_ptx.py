@@ -13,7 +13,7 @@ from interpreter.kernels import attention, cases, command, native
 from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
-from kernels.abi import ANY, TO_E4M3, Combine, Forward
+from kernels.abi import ANY, Combine, Forward
 from kernels.packings import PACKED
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
@@ -37,7 +37,7 @@ QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("t
 
 def marked(key: str, case: str, is_slow: bool = False) -> Any:
     variant = native.variant_of(key)
-    is_slow |= variant.turns and case not in QUICK[TO_E4M3.get(variant.op, variant.op)]
+    is_slow |= variant.turns and case not in QUICK[variant.op]
     is_slow |= variant.is_e4m3 and case == "mixed"
     return pytest.param(key, case, marks=pytest.mark.slow) if is_slow else (key, case)
 
@@ -177,7 +177,7 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     if x.units is not None:
         spoilt_window = attention.as_codes(spoilt_window, x.units, x.op)
     spoilt = dataclasses.replace(x, sources=(spoilt_window, entries))
-    (want, *_), (got, *_) = (launch(k, y, processors=1).run() for y in (x, spoilt))
+    (want, _), (got, _) = (launch(k, y, processors=1).run() for y in (x, spoilt))
     o = got.astype(np.float32)
     assert np.isnan(o[:, sees]).all()
     np.testing.assert_array_equal(o[:, ~sees], want.astype(np.float32)[:, ~sees])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_dsv4_fmha._definitions.e4m3 import ROPE, SCALED
+from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
 from kernels.abi import KEEPING_ROPE, TURNING, Forward, MlaBackward
 from kernels.packings import PACKED
@@ -115,9 +115,6 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        if isinstance(variant, Forward) and variant.gives_codes:  # greatest numbers on both sides of a power of two
-            sizes = np.resize(np.repeat([1, 1.4, 0.6, 2.1], SCALED), d).astype(np.float32)
-            k = (k * sizes).astype(k.dtype)
         v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
         looked_at = any_query(seen[-1])
         if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
@@ -161,17 +158,6 @@ def as_codes(keys: Keys, units: Array, op: str) -> Keys:
 def e4m3(x: Array) -> Array:
     """x rounded; beyond 448 it is 448."""
     return np.clip(x, -448, 448).astype(np.dtype("float8_e4m3fn"))
-
-
-def scales_of(amax: Array) -> Array:
-    """The least power of two of which 448 times are not less than this greatest number, in float64."""
-    k = np.ceil(np.log2(np.maximum(amax, 1e-10) / 448))
-    return np.asarray(np.exp2(k))
-
-
-def in_blocks(x: Array) -> Array:
-    """Columns [..., d] as [..., blocks, SCALED]."""
-    return x.reshape(*x.shape[:-1], -1, SCALED)
 
 
 def beyond(x: Operands) -> Operands:

@@ -201,9 +201,7 @@ def plan(
     return planned(
         variant.family,
         variant.layout.encode(),
-        _attention_shape(
-            shape, variant.sources, variant.dtype, codes=isinstance(variant, Forward) and variant.gives_codes
-        ),
+        _attention_shape(shape, variant.sources, variant.dtype),
         ctypes.c_float(scale),
         ctypes.c_float(EPS),
         *([] if isinstance(variant, Forward) else [ctypes.c_int64(group_heads(shape.h_q))]),
@@ -460,9 +458,8 @@ def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
     return filled("RowShape", type=of_type, **extents)
 
 
-def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str, codes: bool = False) -> Any:
-    of_type = TYPES["float8_e4m3fn" if codes else dtype]
-    given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), o_type=of_type, source_count=len(kinds))
+def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
+    given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), source_count=len(kinds))
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
         s_batch = shape.page if kind in PACKED else s_kv
         given.sources[i] = filled("SourceShape", kind=KINDS[kind], s_kv=s_kv, s_batch=s_batch, topk=shape.topk)

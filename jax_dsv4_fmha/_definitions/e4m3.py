@@ -1,4 +1,4 @@
-"""Products of e4m3: how q, keys and the softmax's weights are rounded for them. And o, for a product that takes it so.
+"""Products of e4m3: how q, keys and the softmax's weights are rounded for them.
 
 e4m3 has 4 significant bits between 2**-6 and 448. So a unit that is a power of two, and of which the greatest number is
 between 128 and 256, loses nothing but what is below 2**-14 of that number, or of 2**-12 of a weight.
@@ -17,9 +17,6 @@ ROPE = 64  # dimensions, the last ones, as in V4
 _TOP = 7  # log2 of the least that the greatest number is in its unit
 _LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
 _HEAD = 5  # log2 of the greatest weight, about
-
-SCALED = 128  # numbers of a row of o that share a scale, where it is codes
-_LEAST = 1e-10  # the least of their greatest number, so that zeros have a scale
 
 
 def unit_of(*xs: jax.Array, axes: Any) -> jax.Array:
@@ -68,15 +65,3 @@ def weights(logits: jax.Array, lse: jax.Array) -> jax.Array:
     shift = jnp.round(lse * log2_e) - _HEAD
     p = jnp.exp2(logits * log2_e - shift[..., None])
     return _as_codes(p).astype(jnp.float32) * jnp.exp2(shift - lse * log2_e)[..., None]
-
-
-def scaled_codes(x: jax.Array, *, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """x `[..., d]` as e4m3, and float32 scales `[..., blocks]`, one for every d / blocks neighbouring numbers: the
-    least power of two of which 448 times are not less than the greatest of them, or than 1e-10. A NaN stays one, and
-    does not count for the scale.
-    """
-    rows = x.astype(jnp.float32).reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks)
-    most = jnp.max(jnp.where(jnp.isnan(rows), 0, jnp.abs(rows)), -1, keepdims=True)
-    mantissa, exponent = jnp.frexp(jnp.maximum(most, _LEAST))  # of which 448 is 0.875 2**9
-    scale = jnp.ldexp(jnp.float32(1), jnp.where(jnp.isinf(most), 129, exponent + (mantissa > 0.875)) - 9)
-    return _as_codes(jnp.clip(rows / scale, -448, 448)).reshape(x.shape), scale[..., 0]

@@ -13,29 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check, reference
-from .._definitions.e4m3 import SCALED, scaled_codes
 from .._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
 from .._host import attention, library, rope
 from . import products as by_products
 from .attention_op import ByGradient, gradient, rowsum
 from .autodiff import Differentiable, without_gradient
-from .codes import O_DTYPE
 from .lowering import choose, choose_backward
-from .op import IN_CODES, ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Halo, KernelUse, Op, Params
+from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Halo, KernelUse, Op, Params
 from .sources import Source, SpanSource
 from .support import Support, not_built
-from .tables import (
-    BACKWARD,
-    BY_PRODUCTS,
-    FORWARD,
-    IN_ORDER,
-    IN_ORDER_ON,
-    TO_E4M3,
-    TURNED,
-    TURNED_BACKWARD,
-    TURNED_DIMS,
-    Kernel,
-)
+from .tables import BACKWARD, BY_PRODUCTS, FORWARD, IN_ORDER, IN_ORDER_ON, TURNED, TURNED_BACKWARD, TURNED_DIMS, Kernel
 
 _Q = Axes("q", "b s_q h_q d")
 
@@ -65,8 +52,7 @@ def attend(
     batch_invariant: bool = False,
     turn: Turn | None = None,
     products: str | None = None,
-    to_codes: bool = False,
-) -> Any:
+) -> reference.Attention:
     """One softmax over the keys of all sources and the sink.
 
     Args:
@@ -81,10 +67,9 @@ def attend(
       batch_invariant: whether the kernel must sum in the canonical order (docs/semantics.md).
       turn: what makes q of the given one, for sources that `support_of` knows a kernel of with it.
       products: of `e4m3.PRODUCTS`, for products of e4m3; packed keys are a `CachedSource` then. There is no gradient.
-      to_codes: whether o is to be codes, with a `Turn` that `takes_turns` takes so. There is no gradient.
 
     Returns:
-      o like q, rounded once, or (codes, scales), and lse float32 `[b, s_q, h_q]`, without the sink.
+      o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
 
     Raises:
       NotImplementedError: "cubin", and no kernel is built for these sources; or `deterministic` where XLA's scatter
@@ -97,9 +82,7 @@ def attend(
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
     support = (
-        _support_in_order(op, q, sources)
-        if batch_invariant
-        else support_of(q, sources, turn is not None, products, to_codes)
+        _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources, turn is not None, products)
     )
     use = choose(op, "cubin" if batch_invariant else implementation, support)
     if sink is None:
@@ -109,11 +92,7 @@ def attend(
     if turn is not None:
         leaves, params = [*leaves, turn.table], (*params, ("eps", turn.eps))
     halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
-    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, turn is not None, products, to_codes)
-    if to_codes:
-        call = Call(attention, use, (*params, ("blocks", q.shape[-1] // SCALED)), support)
-        codes, scales, lse = without_gradient(call, q, *leaves, sink[None])
-        return (codes, scales), lse
+    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, turn is not None, products)
     if not differentiable:
         o, lse = without_gradient(Call(attention, use, params + ordered, support), q, *leaves, sink[None])
         return o, lse
@@ -132,16 +111,8 @@ def attend(
 _ONE_SPAN = (("separate_kv",), ("span",))
 
 
-def support_of(
-    q: jax.Array,
-    sources: Sequence[Source],
-    turns: bool = False,
-    products: str | None = None,
-    to_codes: bool = False,
-) -> Support:
-    """The kernel for all of these sources in one launch; turns: that with a `Turn`; products: that by these; to_codes:
-    that with a `Turn` whose o is codes.
-    """
+def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False, products: str | None = None) -> Support:
+    """The kernel for all of these sources in one launch; turns: that with a `Turn`; products: that by these."""
     kinds = _kinds(sources)
     descriptions = dict.fromkeys(x for source in sources for x in source.description)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
@@ -149,8 +120,7 @@ def support_of(
         kernels = BY_PRODUCTS[products]
         return Support(f"{got}, {products} products", _kernels_for(kernels, kinds), _shipped(kernels.get(kinds), q))
     if turns:
-        table = TO_E4M3 if to_codes else TURNED
-        return Support(got, _kernels_for(table, kinds), _shipped(table.get(kinds), q))
+        return Support(got, _kernels_for(TURNED, kinds), _shipped(TURNED.get(kinds), q))
     found = _shipped(FORWARD.get(kinds), q)
     if kinds == ("span",) and not found:  # a kernel that reads separate K and V serves where they are one
         kinds, found = ("separate_kv",), _shipped(FORWARD["separate_kv",], q)
@@ -214,16 +184,14 @@ def _same_bits(deterministic: bool) -> dict[str, Any]:
     return {"deterministic": True} if deterministic else {}
 
 
-def takes_turns(q: jax.Array, sources: Sequence[Source], turn: Turn, to_codes: bool = False) -> bool:
+def takes_turns(q: jax.Array, sources: Sequence[Source], turn: Turn) -> bool:
     """Whether every device here has a kernel that takes q with such a `Turn`, and is made for as many heads as the one
-    that takes q without it. A program that is made where no device is runs on all architectures. to_codes: a kernel
-    whose o is codes, which splits no keys, so q is to fill the device.
+    that takes q without it. A program that is made where no device is runs on all architectures.
     """
-    kinds, here, table = _kinds(sources), library.local_architectures(), TO_E4M3 if to_codes else TURNED
-    if turn.eps is None or turn.table.shape[-1] != TURNED_DIMS or kinds not in table or not here:
+    kinds, here = _kinds(sources), library.local_architectures()
+    if turn.eps is None or turn.table.shape[-1] != TURNED_DIMS or kinds not in TURNED or not here:
         return False
-    fills = not to_codes or all(attention.fills(q, arch) for arch in here)
-    return fills and _made_alike(q, table[kinds].op, FORWARD[kinds].op, here)
+    return _made_alike(q, TURNED[kinds].op, FORWARD[kinds].op, here)
 
 
 def _made_alike(q: jax.Array, op: str, other: str, archs: Sequence[str]) -> bool:
@@ -247,10 +215,9 @@ def _ops(
     halo: Halo | None,
     turns: bool,
     products: str | None = None,
-    to_codes: bool = False,
 ) -> tuple[Op, Op]:
     """Attention over sources of these kinds, and its gradient. Where it turns, its table is the last operand before the
-    sink, and eps is a parameter; where o is to be codes, so is how many blocks of a row have a scale.
+    sink, and eps is a parameter.
 
     A rotation leaves rowsum(o∘do) as it is. So of q and o the gradient is made of what is given and returned.
     """
@@ -270,10 +237,6 @@ def _ops(
         o, lse = definition(*normed_and_turned(q, table, eps=eps), *leaves, sink, scale=scale)
         return *pairs_turned(o, table, direction=-1), lse
 
-    def definition_in_codes(*operands: Any, blocks: int, **params: Any) -> Any:
-        o, lse = turned_definition(*operands, **params)
-        return *scaled_codes(o, blocks=blocks), lse
-
     def rounded_definition(q: Any, *operands: Any, scale: float) -> Any:
         *leaves, sink = operands
         assert products is not None
@@ -290,15 +253,10 @@ def _ops(
         parts = [part for source in tree.unflatten(leaves) for part in source.parts_of_kernel()]
         return row.run(q, *row.operands(*parts), sink, scale=scale)
 
-    def turned_kernel(q: Any, *operands: Any, row: Kernel | None = None, **params: Any) -> Any:
+    def turned_kernel(q: Any, *operands: Any, scale: float, eps: float) -> Any:
         *leaves, table, sink = operands
-        row = row or TURNED[kinds]
-        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, table, **params)
-
-    def kernel_in_codes(*operands: Any, blocks: int, **params: Any) -> Any:
-        del blocks  # of which the kernel has four
-        codes, lse, scales = turned_kernel(*operands, row=TO_E4M3[kinds], **params)
-        return codes, scales, lse
+        row = TURNED[kinds]
+        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, table, scale=scale, eps=eps)
 
     def backward(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *leaves: Any, **params: Any) -> Arrays:
         rows = (do, lse, sink_factor, delta)
@@ -359,11 +317,7 @@ def _ops(
     q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
     if turns:
         table_axes = Axes("rope_table", f"{ONE_OR_B} s_q n")
-        given = (q_axes, *axes, table_axes, sink_axes)
-        attention = Op(op, given, RESULTS, turned_definition, turned_kernel, halo=halo)
-        if to_codes:
-            coded = dataclasses.replace(attention, results=IN_CODES, differentiated=O_DTYPE)
-            attention = dataclasses.replace(coded, reference=definition_in_codes, kernel=kernel_in_codes)
+        attention = Op(op, (q_axes, *axes, table_axes, sink_axes), RESULTS, turned_definition, turned_kernel, halo=halo)
         backward = turning(backward, normed_and_turned, pairs_turned, normed_and_turned_gradient)
         in_passes = turning(backward_kernel, rope.norm_rope, rope.rope, rope.norm_rope_bwd)
         backward_kernel = whole_backward_kernel

@@ -82,7 +82,7 @@ def _differentiable(f: Differentiable, *operands: jax.Array) -> Arrays:
 def _forward(f: Differentiable, *operands: jax.Array) -> tuple[Arrays, Any]:
     if f.backward is None:
         assert isinstance(f.forward, Call)
-        wanted = f"stop_gradient around it, or {f.forward.op.differentiated}"
+        wanted = "stop_gradient around it, or implementation='reference'"
         raise _check.error(NotImplementedError, f.forward.op.name, "gradient", "a call to differentiate", wanted)
     results = _run(f.forward, *operands)
     if f.rule.names:

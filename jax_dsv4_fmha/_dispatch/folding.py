@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions.log_space import sink_factor
 from .lowering import lowered
-from .op import IN_CODES, ONE_OR_B, SINK, Arrays, Axes, Call, Op, is_pool
+from .op import ONE_OR_B, SINK, Arrays, Axes, Call, Op, is_pool
 
 
 def batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
@@ -32,8 +32,6 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
     given = dict(zip(op.operands, operands, strict=True))
     sink = next((x for axes, x in given.items() if axes.axes == SINK.axes), None)
     per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
-    if per_entry and op.results[:2] == IN_CODES[:2]:  # no factor scales codes
-        return _one_by_one(call, batch, operands)
     if per_entry and dict(call.params).get("batch_invariant"):  # o would be rounded twice
         got, wanted = "True with a sink for every batch entry", "a sink that jax.vmap does not map"
         raise _check.error(NotImplementedError, op.name, "batch_invariant", got, wanted)
@@ -84,11 +82,3 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
         o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
         results = o, jnp.broadcast_to(lse, factor.shape)
     return results
-
-
-def _one_by_one(call: Call, batch: Sequence[Any], operands: Sequence[jax.Array]) -> Arrays:
-    """The op for every batch entry, with a sink of its own."""
-    entries = [jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in operands]
-    flat = tuple(x.reshape(-1, *[1] * len(batch), *x.shape[len(batch) :]) for x in entries)
-    results = jax.lax.map(lambda entry: folded(call, *entry), flat)
-    return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in results)

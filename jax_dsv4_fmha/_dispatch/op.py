@@ -55,8 +55,6 @@ class Op:
     halo: Halo | None = None
     triangle: str | None = None
     """the axis of keys that takes the op's time, where a later query sees more of them"""
-    differentiated: str = "implementation='reference'"
-    """what has a gradient where this has none, for errors"""
 
 
 ONE_OR_B = "b*"
@@ -67,9 +65,6 @@ SINK = Axes("sink", "b h_q")
 
 RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 """The results of attention."""
-
-IN_CODES = (Axes("codes", "b s_q h_q d"), Axes("scales", "b s_q h_q blocks"), RESULTS[1])
-"""Those of attention whose o is codes."""
 
 
 class KernelUse(enum.Enum):

@@ -146,13 +146,6 @@ TURNED: dict[tuple[str, ...], Kernel] = {
 }
 """With a `Turn`"""
 
-TO_E4M3: dict[tuple[str, ...], Kernel] = {
-    ("span",): Kernel("mla_span_fwd_turned_to_e4m3", attention.mla_span_fwd_turned_to_e4m3),
-    ("span", "selection"): Kernel("csa_fwd_turned_to_e4m3", attention.csa_fwd_turned_to_e4m3, _span_and_pool),
-    ("span", "span"): Kernel("hca_fwd_turned_to_e4m3", attention.hca_fwd_turned_to_e4m3),
-}
-"""With a `Turn`, and o in codes of e4m3: they give codes, lse and scales"""
-
 
 def _by_products(suffix: str) -> dict[tuple[str, ...], Kernel]:
     csa, hca = f"csa_fwd_{suffix}", f"hca_fwd_{suffix}"

@@ -2,8 +2,7 @@
 without it.
 
 `mla_span_fwd_turned`, `csa_fwd_turned` and `hca_fwd_turned` take q before its norm and RoPE, after the sink a table
-float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back. Those "to_e4m3"
-return o as codes, float8_e4m3fn, and after lse its scales, float32 `[b, s_q, h_q, d / 128]`; they never split keys.
+float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back.
 
 `csa_fwd_e4m3` and `hca_fwd_e4m3` multiply by products of e4m3. They take keys as codes, float8_e4m3fn, and after the
 sink float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with. With `_bf16_rope` a key
@@ -29,9 +28,6 @@ call for another one, and a call whose kernels do not have it."""
 TILE = 64
 """heads, and keys, of a tile"""
 
-SCALED = 128
-"""columns of o that share a scale, where it is codes"""
-
 FEW_HEADS = 32
 """with at most so many a query's sums have another order, of another kernel"""
 
@@ -46,7 +42,7 @@ def mha_fwd(
     *,
     scale: float,
     order: int = 0,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Attention over one interval of keys per query.
 
     Args:
@@ -72,7 +68,7 @@ def mla_span_fwd(
     op: str = "mla_span_fwd",
     order: int = 0,
     **eps: float,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V.
 
     Args:
@@ -84,7 +80,7 @@ def mla_span_fwd(
 
 def mla_span_fwd_few_heads(
     q: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array, sink: jax.Array, *, scale: float, order: int = ORDER
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """`mla_span_fwd` with at most `FEW_HEADS` heads and keys `[b, s_kv, d]`, in the order of `mla_sparse_fwd`; keys are
     never split.
     """
@@ -93,7 +89,7 @@ def mla_span_fwd_few_heads(
 
 def mla_sparse_fwd(
     q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float, order: int = 0
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Attention over the keys that a query's row of indices names.
 
     Args:
@@ -122,7 +118,7 @@ def csa_fwd(
     op: str = "csa_fwd",
     order: int = 0,
     **eps: float,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
     pool `[slots, d]`, as in `mla_sparse_fwd`, whose `order` it takes too.
     """
@@ -149,7 +145,7 @@ def hca_fwd(
     op: str = "hca_fwd",
     order: int = 0,
     **eps: float,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Attention over two intervals, as in `mla_span_fwd`: one of `window_kv [b, s_w, d]` and one of
     `kv [b, s_c, d]`.
     """
@@ -161,11 +157,6 @@ def hca_fwd(
 
 mla_span_fwd_turned, csa_fwd_turned, hca_fwd_turned = (
     functools.partial(run, op=f"{run.__name__}_turned") for run in (mla_span_fwd, csa_fwd, hca_fwd)
-)
-
-
-mla_span_fwd_turned_to_e4m3, csa_fwd_turned_to_e4m3, hca_fwd_turned_to_e4m3 = (
-    functools.partial(run, op=f"{run.__name__}_turned_to_e4m3") for run in (mla_span_fwd, csa_fwd, hca_fwd)
 )
 
 
@@ -231,12 +222,6 @@ def spans_pay(q: jax.Array, *keys: Any) -> bool:
     columns.
     """
     return spans_have_order(q) and not _by_columns("csa_fwd", q, keys)
-
-
-def fills(q: jax.Array, arch: str) -> bool:
-    """Whether q has a tile of rows for every processor, so that no keys are to be split; or an extent is not known."""
-    b, s_q, h_q, _ = q.shape
-    return not all(isinstance(x, int) for x in (b, s_q, h_q)) or b * s_q * -(-h_q // TILE) >= processors(arch)
 
 
 def groups_pay(q: jax.Array) -> bool:
@@ -339,17 +324,12 @@ def _call(
     whole: int = 0,
     order: int = 0,
     **attributes: Any,
-) -> tuple[jax.Array, ...]:
-    attributes |= {"scale": np.float32(scale), "order": np.int64(order)}
-    if target.endswith("_to_e4m3"):
-        scales = (*q.shape[:-1], q.shape[-1] // SCALED)
-        made = ((q.shape, jnp.float8_e4m3fn), (q.shape[:-1], jnp.float32), (scales, jnp.float32))
-        return tuple(call(target, [jax.ShapeDtypeStruct(*x) for x in made], q, *operands, **attributes))
+) -> tuple[jax.Array, jax.Array]:
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
     )
-    o, lse, *_ = call(target, results, q, *operands, **attributes)
+    o, lse, *_ = call(target, results, q, *operands, scale=np.float32(scale), order=np.int64(order), **attributes)
     return o, lse

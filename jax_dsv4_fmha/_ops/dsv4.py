@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -13,7 +12,6 @@ from .._definitions.cache import Cache
 from .._definitions.span import Span, of_keys_from, shown_by_all
 from .._dispatch.attend import attend, support_of, takes_turns
 from .._dispatch.cached import CachedSource
-from .._dispatch.codes import check_o_dtype, in_codes
 from .._dispatch.sources import SelectionSource, Source, SpanSource
 from .._dispatch.support import not_built
 from .merge import merged
@@ -45,8 +43,7 @@ def dsv4_attention(
     norm_eps: float | None = None,
     o_groups: int = 1,
     products: str | None = None,
-    o_dtype: str | None = None,
-) -> tuple[Any, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
     Window entries and compressed entries are one latent head each, which is both K and V. Query i has position
@@ -97,14 +94,9 @@ def dsv4_attention(
         4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
         and there is no gradient. A Cache, packed in any layout or not, becomes codes sequence by sequence.
         "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for the scores: d is greater.
-      o_dtype: "float8_e4m3fn" makes o (codes, scales): codes e4m3 `[b, s_q, h_q, d]`, and scales float32
-        `[b, s_q, h_q, d / 128]`, so that code · scale is o. A scale is the power of two of its 128 columns, of which
-        448 times are not less than the greatest of them, or than 1e-10 (docs/semantics.md). There is no gradient, and d
-        is a multiple of 128. A kernel that norms and turns q rounds o once, straight to codes, where q is bfloat16 and
-        fills the device (as many tiles of 64 heads as processors); elsewhere a pass over o makes them.
 
     Returns:
-      o like q, or with o_dtype (codes, scales), and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -150,7 +142,6 @@ def dsv4_attention(
     if batch_invariant and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
     check_products(op, products, q, batch_invariant)
-    check_o_dtype(op, o_dtype, dims["d"])
     if products is not None and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
     sink = _check.sink(op, sink, dims)
@@ -164,11 +155,6 @@ def dsv4_attention(
     turn = checked_turn(op, rope_table, norm_eps, dims)
     if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
         raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
-
-    def passes(attention: Callable[[jax.Array], reference.Attention]) -> Any:
-        results = in_passes(attention, q, turn)
-        return results if o_dtype is None else in_codes(op, results)
-
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]
@@ -201,7 +187,7 @@ def dsv4_attention(
         def definition(q: jax.Array) -> reference.Attention:
             return reference.dsv4_attention(q, window_kv, compressed_kv, products=products, **how)
 
-        return passes(definition)
+        return in_passes(definition, q, turn)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
     near_source = SpanSource(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
@@ -233,22 +219,16 @@ def dsv4_attention(
         products=products,
     )  # fmt: skip
     if products is not None:
-        return passes(lambda q: run(q=q))
+        return in_passes(lambda q: run(q=q), q, turn)
     if len(sources) > 1 and not batch_invariant and (method == "two_pass" or not support.shipped):
 
         def attention(q: jax.Array) -> reference.Attention:
             return merged([run(q=q, sources=[source], sink=None) for source in sources], sink, op)
 
-        return passes(attention)
-    turns = functools.partial(takes_turns, q, sources)
-    if turn is not None and not batch_invariant:
-        whole = functools.partial(run, q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
-        if o_dtype is not None and turns(turn, to_codes=True):
-            return whole(to_codes=True)
-        if turns(turn):
-            results = whole()
-            return results if o_dtype is None else in_codes(op, results)
-    return passes(lambda q: run(q=q))
+        return in_passes(attention, q, turn)
+    if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
+        return run(q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
+    return in_passes(lambda q: run(q=q), q, turn)
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:
