@@ -172,7 +172,7 @@ class GradientRun(Run[gradients.Operands]):
         deterministic = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
         call = jax.jit(
             functools.partial(
-                mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], scale=v.d**-0.5, deterministic=deterministic
+                mha_bwd if self.is_dense else gradients.FUNCTIONS[v.name], scale=v.d**-0.5, deterministic=deterministic
             )
         )
         return tuple(np.asarray(y) for y in call(*x.arguments()))

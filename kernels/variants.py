@@ -4,12 +4,12 @@ from .abi import (
     ANY,
     BOUNDS,
     BY_COLUMNS,
-    E4M3,
+    FEW_HEADS,
+    FP8,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
-    SPAN_OF_FEW_HEADS,
-    TURNING,
-    TURNING_GRADIENTS,
+    ROPE,
+    ROTARY,
     Combine,
     FewRowsProduct,
     Forward,
@@ -21,6 +21,7 @@ from .abi import (
     KvInsert,
     MhaBackward,
     MlaBackward,
+    Mode,
     NormRope,
     Probabilities,
     Rope,
@@ -54,10 +55,10 @@ def plain(arch: str) -> tuple[Variant, ...]:
         *(Combine("combine", arch, f"{PLAIN}.combine.kernel", dtype) for dtype in DTYPES),  # of split keys
         TopK("indexer_topk", arch, f"{PLAIN}.topk.kernel", max_topk=2048),
         TopK("indexer_topk", arch, f"{PLAIN}.topk.shared_row", max_topk=2048, max_rows=60),
-        *(Rope(op, arch, f"{PLAIN}.rope.{op}", 64, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
-        *(IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", 64, dtype) for dtype in DTYPES),
+        *(Rope(op, arch, f"{PLAIN}.rope.{op}", ROPE, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
+        *(IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", ROPE, dtype) for dtype in DTYPES),
         *(
-            NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, 64, dtype)
+            NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, ROPE, dtype)
             for op in ("norm_rope", "norm_rope_bwd")
             for dtype in DTYPES
         ),
@@ -90,8 +91,16 @@ VARIANTS: tuple[Variant, ...] = (
         for op in MLA_OPS
         for dtype in DTYPES
     ),
-    *(Forward(op, "sm_90a", MLA, 512, dtype) for op in TURNING for dtype in DTYPES),
-    *(Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16") for op in E4M3),
+    *(
+        Forward(op, "sm_90a", MLA, 512, dtype, mode=ROTARY)
+        for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")
+        for dtype in DTYPES
+    ),
+    *(
+        Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16", mode=Mode(precision=precision))
+        for precision in FP8
+        for op in ("csa_fwd", "hca_fwd")
+    ),
     *(
         KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)
         for rope in (False, True)
@@ -113,7 +122,7 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
-        Forward(SPAN_OF_FEW_HEADS, "sm_90a", MLA_FEW_HEADS_SPANS, 512, dtype, max_heads=heads)
+        Forward("mla_span_fwd", "sm_90a", MLA_FEW_HEADS_SPANS, 512, dtype, max_heads=heads, mode=FEW_HEADS)
         for dtype in DTYPES
         for heads in (8, 16, 32)
     ),
@@ -125,9 +134,13 @@ VARIANTS: tuple[Variant, ...] = (
         if (arch, packing, heads) != ("sm_100f", "v4_fp4", 64)  # where more heads have no other kernel
     ),
     # few queries in the canonical order of sums: keys are shared out, and then columns
-    *(RowScores(op, "sm_90a", MLA_SCORES, 512, dtype) for op in BY_COLUMNS for dtype in DTYPES),
     *(
-        RowScores("dsv4_decode_by_columns", "sm_90a", MLA_SCORES, 512, "bfloat16", packing)
+        RowScores(op, "sm_90a", MLA_SCORES, 512, dtype, mode=BY_COLUMNS)
+        for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")
+        for dtype in DTYPES
+    ),
+    *(
+        RowScores("dsv4_decode", "sm_90a", MLA_SCORES, 512, "bfloat16", packing, mode=BY_COLUMNS)
         for packing in PACKED_SOURCES
     ),
     *(RowColumns("row_columns", "sm_90a", MLA_COLUMNS, 512, dtype) for dtype in DTYPES),
@@ -138,10 +151,14 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(
-        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", max_heads=ANY if op.startswith("hca") else 64)
-        for op in TURNING_GRADIENTS
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", max_heads=heads, mode=ROTARY)
+        for op, heads in (("mla_span_bwd", 64), ("csa_bwd", 64), ("hca_bwd", ANY))
     ),
-    *(MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=True) for op in BOUNDS for dtype in DTYPES),
+    *(
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=True, mode=BOUNDS)
+        for op in MLA_GRADIENTS
+        for dtype in DTYPES
+    ),
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic, max_heads=64)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from interpreter.kernels import attention
 from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import KERNEL
+from kernels.abi import name_of
 from tests import helpers
 
 BITS = 13  # after the leading one, of what is added at once
@@ -211,4 +212,5 @@ def assert_right(got: Any, x: attention.Operands, scale: float) -> None:
 
 
 def of_operands(x: attention.Operands, scale: float, sums: Sums = in_place) -> Numbers:
-    return jax.jit(functools.partial(OF_OP[x.op], scale=scale, sums=sums))(*map(jnp.asarray, x.arguments()))
+    run = functools.partial(OF_OP[name_of(x.op, x.mode)], scale=scale, sums=sums)
+    return jax.jit(run)(*map(jnp.asarray, x.arguments()))

@@ -75,7 +75,7 @@ FORWARD = [v for v in VARIANTS if isinstance(v, Forward)]
 BUILT = native.built(Forward)
 built = pytest.mark.parametrize("variant", BUILT, ids=lambda v: v.key)
 one_of_each_op = pytest.mark.parametrize(
-    "variant", {(v.op, v.packing): v for v in FORWARD if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
+    "variant", {(v.name, v.packing): v for v in FORWARD if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
 )
 
 
@@ -129,13 +129,13 @@ def test_every_target_has_a_raw_call():
     assert {name.removesuffix("_shared_kv").removesuffix("_by_columns") for name in of_others.values()} <= raw
 
 
-@pytest.mark.parametrize("variant", {(v.op, v.packing): v for v in FORWARD}.values(), ids=lambda v: v.key)
+@pytest.mark.parametrize("variant", {(v.name, v.packing): v for v in FORWARD}.values(), ids=lambda v: v.key)
 def test_lowers_for_cuda_without_a_gpu(variant):
     f = jax.jit(functools.partial(function(variant), scale=0.125))
     arguments = operands(variant, s_q=70, h_q=8).arguments()
     lowered = f.trace(*arguments).lower(lowering_platforms=("cuda",))
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
-    assert f"@dsv4_fmha_{variant.op}(" in call
+    assert f"@dsv4_fmha_{variant.name}(" in call
     assert "scale = 1.250000e-01 : f32" in call
     assert (f'packing = "{variant.packing}"' in call) == (variant.op == "dsv4_decode")
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
@@ -198,7 +198,7 @@ def test_splits_by_what_is_built(monkeypatch):
 @built
 def test_a_call_gets_the_kernel_for_the_fewest_heads(variant):
     others = [
-        v for v in FORWARD if (v.op, v.arch, v.d, v.dtype) == (variant.op, variant.arch, variant.d, variant.dtype)
+        v for v in FORWARD if (v.name, v.arch, v.d, v.dtype) == (variant.name, variant.arch, variant.d, variant.dtype)
     ]
     for h_q in (1, 8, 9, 16, 17, 32, 33, 128, 10_000):
         name = called(variant.key, h_q)
@@ -224,7 +224,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
     scale = 0.1
     addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("forward"))}
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
-    for shape, processors, splits in itertools.product(shapes(variant.op), (1, 132), (1, 3)):
+    for shape, processors, splits in itertools.product(shapes(variant.name), (1, 132), (1, 3)):
         if splits > 1 and not variant.splits:
             continue
         shape = shape._replace(d=variant.d, splits=splits)
@@ -405,7 +405,7 @@ def test_runs(variant):
     check(variant)
     check(variant, h_q=3, s_q=1, b=5, s_kv=1, s_kv1=1, topk=1)
     check(variant, h_q=65, s_q=20)
-    if has_kv_heads(variant.op):
+    if has_kv_heads(variant.name):
         check(variant, h_q=8, h_kv=2)
 
 
@@ -512,7 +512,7 @@ def test_unknown_variant_lists_what_is_built(variant):
         with pytest.raises(ValueError, match=r"window_kv: got shape \[2, \d+, 224\], wanted \[2, \d+, 640\]"):
             function(variant)(*x, scale=0.1)
         return
-    says = rf"UNIMPLEMENTED: .*{variant.op}: no kernel for d=96, dtype=BF16.* on sm_\d+a?; built: .*{variant.key}"
+    says = rf"UNIMPLEMENTED: .*{variant.name}: no kernel for d=96, dtype=BF16.* on sm_\d+a?; built: .*{variant.key}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
         jax.block_until_ready(function(variant)(*x, scale=0.1))
 
@@ -548,7 +548,7 @@ REFUSED = [  # what is wrong with an operand: while tracing, or None; and when t
 
 def wrong(op, operand, change):
     """Arguments of a raw call, one of them changed."""
-    variant = next(v for v in FORWARD if (v.op, v.dtype) == (op, "bfloat16"))
+    variant = next(v for v in FORWARD if (v.name, v.dtype) == (op, "bfloat16"))
     x, names = list(operands(variant).arguments()), list(inspect.signature(function(variant)).parameters)
     x[names.index(operand)] = change(x[names.index(operand)])
     return x

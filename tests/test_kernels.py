@@ -221,7 +221,7 @@ def test_sass(key):
         assert count["USETMAXREG"] == 4 * packed, count  # who holds keys gets registers of others
     else:
         assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
-    long_odd = variant.op == "mla_span_fwd" and variant.max_heads < ANY
+    long_odd = variant.name == "mla_span_fwd" and variant.max_heads < ANY
     if variant.arch == "sm_90a":
         assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
         assert (count["STAS"] > 0) == (row["cluster"] > 1), count

@@ -17,7 +17,7 @@ from interpreter.kernels import attention, gradients, mla_backward, native
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
-from kernels.abi import BOUNDS, MlaBackward
+from kernels.abi import MlaBackward
 
 BUILT = [v.key for v in native.built(MlaBackward) if v.arch == "sm_90a"]
 ALL_KEYS = 1 << 30  # a width
@@ -62,14 +62,12 @@ RUNS = [run for run in TURNING if run[0] in BUILT] + [
             and not is_like(v, case)
         )
     )
-    or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
+    or ((v.name, case) == ("csa_bwd", "few") and not v.deterministic)
     or (
-        v.deterministic
-        and v.dtype == "bfloat16"
-        and (BOUNDS.get(v.op, v.op), case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
+        v.deterministic and v.dtype == "bfloat16" and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
     )
-    or (v.bounds and v.dtype == "float16" and (v.op, case) == ("mla_sparse_bounds", "few"))
-    or (v.bounds and v.dtype == "bfloat16" and (v.op, case) == ("hca_bounds", "window"))
+    or (v.bounds and v.dtype == "float16" and (v.op, case) == ("mla_sparse_bwd", "few"))
+    or (v.bounds and v.dtype == "bfloat16" and (v.op, case) == ("hca_bwd", "window"))
 ]
 
 

@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Variant)
 
 def function(variant: Forward) -> Any:
     """The raw call that runs a variant."""
-    call = getattr(attention, variant.op)
+    call = getattr(attention, variant.name)
     if variant.turns:
         return functools.partial(call, eps=EPS)
     return functools.partial(call, packing=variant.packing) if variant.packing else call
@@ -55,7 +55,7 @@ def built(family: type[T]) -> list[T]:
 def fewer_heads(variant: Forward | MlaBackward) -> int:
     """The most heads with which a call like this variant's gets another one, which is made for fewer."""
     calls = {**variant.choices, "max_heads": 0}
-    others = (v for v in VARIANTS if isinstance(v, type(variant)) and (v.op, v.arch) == (variant.op, variant.arch))
+    others = (v for v in VARIANTS if isinstance(v, type(variant)) and (v.name, v.arch) == (variant.name, variant.arch))
     limits = (v.max_heads for v in others if {**v.choices, "max_heads": 0} == calls)
     return max((limit for limit in limits if limit < variant.max_heads), default=0)
 
@@ -197,7 +197,7 @@ def plan(
     The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
     """
     if isinstance(variant, str):
-        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.op == variant)
+        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.name == variant)
     return planned(
         variant.family,
         variant.layout.encode(),
