@@ -21,7 +21,7 @@ from interpreter.kernels.gradients import FUNCTIONS, assert_right, gradient, ope
 from interpreter.kernels.native import Shape, addresses_of, plan
 from jax_dsv4_fmha._definitions import attention_gradient
 from jax_dsv4_fmha._definitions.rope import normed_and_turned, pairs_turned
-from jax_dsv4_fmha._host import call, gradients, library
+from jax_dsv4_fmha._host import call, library
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels.abi import BACKWARD_OPS, MlaBackward
 from kernels.variants import VARIANTS
@@ -151,7 +151,7 @@ def test_runs_on_a_pool_of_all_sequences(variant):
     q, *rows, kv, indices, length = x.arguments()
     b, s_kv, d = kv.shape
     slots = np.where((indices >= 0) & (indices < s_kv), indices + s_kv * np.arange(b)[:, None, None], -1)
-    f = jax.jit(functools.partial(gradients.mla_sparse_bwd, scale=scale))
+    f = jax.jit(functools.partial(FUNCTIONS[variant.name], scale=scale))
     dq, dkv = map(np.asarray, f(q, *rows, kv.reshape(b * s_kv, d), slots.astype(np.int32), length))
     assert_right((dq, dkv), x, scale)
 

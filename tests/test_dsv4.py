@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
+from jax_dsv4_fmha._dispatch.rope import normed_then_turned, turned
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._ops.rope import normed_then_turned, turned
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope

@@ -1,7 +1,6 @@
 import ctypes
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -46,8 +45,9 @@ from jax_dsv4_fmha._host import (
     split_kv,
 )
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels import calls, tables, targets
-from kernels.abi import ANY, FORWARD_OPS, Combine, Forward
+from jax_dsv4_fmha._host.mode import PLAIN, Mode, name_of
+from kernels import abi, calls, tables, targets
+from kernels.abi import ANY, BACKWARD_OPS, FORWARD_OPS, Combine, Forward
 from kernels.packings import PACKED
 from kernels.params import TILING, gathers
 from kernels.variants import VARIANTS
@@ -122,11 +122,17 @@ def test_the_package_knows_the_targets_of_the_abi_and_the_variants():
     assert list(TARGETS) == list(targets.described()) == [target.name for target in calls.TARGETS]
 
 
+def test_a_mode_is_the_same_for_kernels_and_the_package():
+    """Its fields, and the names of targets; a raw call takes an op and a mode."""
+    assert [x.name for x in dataclasses.fields(Mode)] == [x.name for x in dataclasses.fields(abi.Mode)]
+    assert all(name_of(v.op, native.raw_mode(v)) == v.name for v in VARIANTS)
+
+
 def test_every_target_has_a_raw_call():
-    modules = (attention, few_rows_product, gradients, indexer, key_codes, kv_insert, rope, seen_slots)
+    modules = (few_rows_product, gradients, indexer, key_codes, kv_insert, rope, seen_slots)
     raw = {name for module in modules for name in vars(module)}
-    of_others = {x: x.replace("_bounds", "_bwd") for x in TARGETS}  # a deterministic gradient calls for bounds itself
-    assert {name.removesuffix("_shared_kv").removesuffix("_by_columns") for name in of_others.values()} <= raw
+    with_modes = {v.name for v in VARIANTS if v.op in (*FORWARD_OPS, *BACKWARD_OPS)}
+    assert {name.removesuffix("_shared_kv") for name in TARGETS if name not in with_modes} <= raw
 
 
 @pytest.mark.parametrize("variant", {(v.name, v.packing): v for v in FORWARD}.values(), ids=lambda v: v.key)
@@ -174,6 +180,19 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
         assert splits == 1 or row_tiles < 132
 
 
+def span_of(q, s_kv):
+    """The keys of one span for q, with one head, and a sink."""
+    bounds = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+    keys = jax.ShapeDtypeStruct((q.shape[0], s_kv, 1, q.shape[3]), q.dtype)
+    return keys, bounds, bounds, jax.ShapeDtypeStruct(q.shape[2:3], jnp.float32)
+
+
+def list_of(q, topk):
+    """A pool, and lists of its keys."""
+    pool, length = jax.ShapeDtypeStruct((4096, q.shape[3]), q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+    return pool, jax.ShapeDtypeStruct((*q.shape[:2], topk), jnp.int32), length
+
+
 def test_splits_by_what_is_built(monkeypatch):
     """By the tiles of one kernel; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
@@ -186,13 +205,16 @@ def test_splits_by_what_is_built(monkeypatch):
         ((dataclasses.replace(row, splits=False),), 1),
     ):
         monkeypatch.setattr(library, "variants", lambda variants=variants: variants)
-        assert attention._splits("mla_span_fwd", q, 1, 128, 2048) == wanted
-        assert attention._splits("mha_fwd", q, 1, 128, 2048) == 1
+        assert attention.parts("mla_span_fwd", PLAIN, q, span_of(q, 2048)).splits == wanted
+        assert attention.parts("mha_fwd", PLAIN, q, (q, *span_of(q, 2048))).splits == 1
     few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, unit=1, choices={**choices, "max_heads": 16})
     monkeypatch.setattr(library, "variants", lambda: (row, few_heads))
-    assert attention._splits("dsv4_decode", q[:, :, :16], 64, 16, 640) == attention.split_count(64, 10, 1, 132) == 2
+    steps = jax.ShapeDtypeStruct((64, 1, 16, 512), jnp.bfloat16)
+    splits = attention.parts("dsv4_decode", PLAIN, steps, (*list_of(steps, 128), *list_of(steps, 512))).splits
+    assert splits == attention.split_count(64, 10, 1, 132) == 2
     (b,) = jax.export.symbolic_shape("b")
-    assert attention._splits("mla_span_fwd", q, b, 128, 2048) == 1
+    prompts = jax.ShapeDtypeStruct((b, *q.shape[1:]), q.dtype)
+    assert attention.parts("mla_span_fwd", PLAIN, prompts, span_of(prompts, 2048)).splits == 1
 
 
 @built
@@ -426,7 +448,7 @@ def test_runs_split(variant, splits, monkeypatch):
 def test_runs_with_the_last_queries_split(variant, monkeypatch):
     if not variant.splits:
         pytest.skip("splits no keys")
-    monkeypatch.setattr(attention, "_whole", lambda *_, **__: 6)
+    monkeypatch.setattr(attention, "_whole", lambda *_: 6)
     monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     h_q = heads_for(variant, 128)
     check_pools(variant, operands(variant, b=5, h_q=h_q, s_q=2, s_kv=400, s_kv1=500, topk=300))
@@ -549,7 +571,7 @@ REFUSED = [  # what is wrong with an operand: while tracing, or None; and when t
 def wrong(op, operand, change):
     """Arguments of a raw call, one of them changed."""
     variant = next(v for v in FORWARD if (v.name, v.dtype) == (op, "bfloat16"))
-    x, names = list(operands(variant).arguments()), list(inspect.signature(function(variant)).parameters)
+    x, names = list(operands(variant).arguments()), [text.split(":")[0] for text in TARGETS[op]["operands"]]
     x[names.index(operand)] = change(x[names.index(operand)])
     return x
 
@@ -559,14 +581,14 @@ def test_a_raw_call_refuses_operands(op, operand, change, says):
     """While tracing, by `_host/targets.json`."""
     x, says = wrong(op, operand, change), says if isinstance(says, str) else says[0]
     with pytest.raises(ValueError, match=f"{op}: {says}"):
-        jax.eval_shape(functools.partial(attention._call, op, 1, 0.1), *x)
+        jax.eval_shape(functools.partial(attention.attention, op, PLAIN, scale=0.1), *x)
 
 
 def test_a_raw_call_takes_extents_that_are_not_known():
     b, n = jax.export.symbolic_shape("b, n")
     shapes = {"bfloat16": [(b, 4, 8, 64), (2, n, 1, 64)], "int32": [(b, 4), (n, 4)], "float32": [(8,)]}
     x = [jax.ShapeDtypeStruct(shape, dtype) for dtype, of_dtype in shapes.items() for shape in of_dtype]
-    o, lse = jax.eval_shape(functools.partial(attention._call, "mla_span_fwd", 1, 0.1), *x)
+    o, lse = jax.eval_shape(functools.partial(attention.attention, "mla_span_fwd", PLAIN, scale=0.1), *x)
     assert (o.shape, lse.shape) == ((b, 4, 8, 64), (b, 4, 8))
 
 
@@ -575,6 +597,7 @@ def test_a_raw_call_takes_extents_that_are_not_known():
 def test_handler_refuses_operands(op, operand, change, says, monkeypatch):
     """A call that bypasses the code that counts splits from valid shapes, and the check while tracing."""
     monkeypatch.setattr(call, "check", lambda *_: None)
+    monkeypatch.setattr(attention, "parts", lambda *_, **__: attention.Parts(0, 1))
     x, says = wrong(op, operand, change), says if isinstance(says, str) else says[1]
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT: .*{says}"):
-        jax.block_until_ready(attention._call(op, 1, 0.1, *x))
+        jax.block_until_ready(attention.attention(op, PLAIN, *x, scale=0.1))

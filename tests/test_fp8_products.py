@@ -15,8 +15,10 @@ import pytest
 from interpreter.kernels import attention
 from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache
 from jax_dsv4_fmha._definitions import e4m3
-from jax_dsv4_fmha._dispatch import attend, products, tables
+from jax_dsv4_fmha._dispatch import attend, plan
+from jax_dsv4_fmha._dispatch.modes import Fp8Products
 from jax_dsv4_fmha._host import key_codes
+from jax_dsv4_fmha._host.mode import name_of
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, from_config
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
@@ -429,13 +431,14 @@ def modelled(**how):
     """Calls of the kernel are of `hopper_e4m3` in this context, with the same operands. o is complex, with half of its
     interval as the imaginary part."""
 
-    def by_model(q, sources, sink, scale, chosen):
-        parts, units = products._in_codes(sources, q.shape[0], rope=chosen == BF16_ROPE)
-        row = tables.BY_PRODUCTS[chosen][tuple(kind for source in sources for kind in source.kinds)]
-        made = hopper_e4m3.OF_OP[row.op](q, *row.operands(*parts), sink, units, scale=scale, **how)
+    def run(launch, q, scale):
+        made = hopper_e4m3.OF_OP[name_of(launch.op, launch.mode)](q, *launch.operands, scale=scale, **how)
         return jax.lax.complex(made.o, made.slack), made.lse
 
-    with mock.patch.object(products, "by_kernel", by_model), mock.patch.object(products, "definition", by_model):
+    def definition(mode, inner):
+        return lambda q, sources, sink, scale: plan.launch(q, sources, [mode], sink).run(q, scale)
+
+    with mock.patch.object(plan.Launch, "run", run), mock.patch.object(Fp8Products, "definition", definition):
         attend._ops.cache_clear()
         yield
     attend._ops.cache_clear()

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_dsv4_fmha._host import gradients as raw
-from kernels.abi import BACKWARD_OPS, ROTARY, Forward, MlaBackward, name_of
+from kernels.abi import Forward, MlaBackward
+from kernels.variants import VARIANTS
 
 from ..machine.state import Array
 from . import native
@@ -17,11 +18,12 @@ from .attention import Keys, answer, any_query, normed, turned
 from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
 
-FUNCTIONS = {op: getattr(raw, op) for op in BACKWARD_OPS} | {
-    name: functools.partial(getattr(raw, name), eps=native.EPS)
-    for name in (name_of(op, ROTARY) for op in ("mla_span_bwd", "csa_bwd", "hca_bwd"))
+FUNCTIONS = {
+    v.name: functools.partial(raw.latent_bwd, v.op, native.raw_mode(v), eps=native.EPS if v.turns else None)
+    for v in VARIANTS
+    if isinstance(v, MlaBackward) and not v.bounds
 }
-"""The raw calls of gradients, by name"""
+"""The raw calls of gradients, by the names of their targets"""
 
 
 @dataclass(frozen=True)

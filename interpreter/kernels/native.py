@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
+from jax_dsv4_fmha._host.mode import Mode
 from kernels import targets
-from kernels.abi import Forward, MhaBackward, MlaBackward, RowScores, Variant
+from kernels.abi import FEW_HEADS, Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
 from kernels.params import KINDS as KIND_BYTES
 from kernels.variants import VARIANTS
@@ -26,11 +28,16 @@ T = TypeVar("T", bound=Variant)
 
 
 def function(variant: Forward) -> Any:
-    """The raw call that runs a variant."""
-    call = getattr(attention, variant.name)
-    if variant.turns:
-        return functools.partial(call, eps=EPS)
-    return functools.partial(call, packing=variant.packing) if variant.packing else call
+    """The raw call that runs a variant, of q and the other operands."""
+    how: dict[str, Any] = {"eps": EPS} if variant.turns else {}
+    how |= {"packing": variant.packing} if variant.op == "dsv4_decode" else {}
+    how |= {"order": attention.ORDER} if variant.mode == FEW_HEADS else {}
+    return functools.partial(attention.attention, variant.op, raw_mode(variant), **how)
+
+
+def raw_mode(variant: Variant) -> Mode:
+    """A variant's mode, as raw calls have it."""
+    return Mode(**dataclasses.asdict(variant.mode))
 
 
 def group_heads(h_q: int) -> int:

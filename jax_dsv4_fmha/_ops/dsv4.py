@@ -1,7 +1,6 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
 import dataclasses
-import functools
 from typing import Any, get_args
 
 import jax
@@ -10,13 +9,11 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._definitions.span import Span, of_keys_from, shown_by_all
-from .._dispatch.attend import attend, support_of, takes_turns
+from .._dispatch.attend import attend
 from .._dispatch.cached import CachedSource
+from .._dispatch.modes import around
 from .._dispatch.sources import SelectionSource, Source, SpanSource
-from .._dispatch.support import not_built
-from .merge import merged
-from .products import check_products
-from .turn import checked_turn, in_passes
+from .modes import ordered, rotary, with_products
 
 
 def dsv4_attention(
@@ -141,7 +138,7 @@ def dsv4_attention(
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
-    check_products(op, products, q, batch_invariant)
+    modes = [*ordered(batch_invariant), *with_products(op, products, q, batch_invariant)]
     if products is not None and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
     sink = _check.sink(op, sink, dims)
@@ -152,9 +149,7 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
-    turn = checked_turn(op, rope_table, norm_eps, dims)
-    if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
-        raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
+    rope = rotary(op, rope_table, norm_eps, o_groups, dims)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]
@@ -187,7 +182,7 @@ def dsv4_attention(
         def definition(q: jax.Array) -> reference.Attention:
             return reference.dsv4_attention(q, window_kv, compressed_kv, products=products, **how)
 
-        return in_passes(definition, q, turn)
+        return around(definition, rope)(q)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
     near_source = SpanSource(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
@@ -209,26 +204,10 @@ def dsv4_attention(
             sources.append(far if cache is None else dataclasses.replace(far, layout=cache.layout))
         else:
             sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
-    support = support_of(q, sources, products=products)
-    if method == "fused" and not support.shipped:
-        wanted = "'two_pass', or operands that there is a fused kernel for"
-        raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
-    run = functools.partial(
-        attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation,
-        differentiable=cache is None and products is None, deterministic=deterministic, batch_invariant=batch_invariant,
-        products=products,
+    return attend(
+        op, q, sources, sink=sink, scale=scale, implementation=implementation, modes=[*modes, *rope], method=method,
+        differentiable=cache is None, deterministic=deterministic,
     )  # fmt: skip
-    if products is not None:
-        return in_passes(lambda q: run(q=q), q, turn)
-    if len(sources) > 1 and not batch_invariant and (method == "two_pass" or not support.shipped):
-
-        def attention(q: jax.Array) -> reference.Attention:
-            return merged([run(q=q, sources=[source], sink=None) for source in sources], sink, op)
-
-        return in_passes(attention, q, turn)
-    if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
-        return run(q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
-    return in_passes(lambda q: run(q=q), q, turn)
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:

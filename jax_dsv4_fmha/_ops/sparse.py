@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._dispatch.attend import attend
 from .._dispatch.sources import SelectionSource
+from .modes import ordered
 
 
 def sparse_fmha(
@@ -69,6 +70,6 @@ def sparse_fmha(
     kv = kv[None] if is_pool else kv
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
     return attend(
-        op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        op, q, [source], sink=sink, scale=scale, implementation=implementation, modes=ordered(batch_invariant),
+        deterministic=deterministic,
     )  # fmt: skip

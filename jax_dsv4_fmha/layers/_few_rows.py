@@ -17,10 +17,10 @@ from .._definitions.rope import normed_and_turned, pairs_turned
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.rope import normed_then_turned, turned
 from .._dispatch.support import Support
 from .._host import few_rows_product as raw
 from .._host import library
-from .._ops.rope import normed_then_turned, turned
 from .compressor import product
 from .hadamard import hadamard
 

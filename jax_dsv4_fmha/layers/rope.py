@@ -24,8 +24,8 @@ from .._definitions.rope import pairs_turned
 from .._dispatch.autodiff import Differentiable, without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.rope import TABLE, TurnsBack, X, Y, normed_then_turned, support_for, turned
 from .._host import rope as raw
-from .._ops.rope import TABLE, TurnsBack, X, Y, normed_then_turned, support_for, turned
 from . import _operands
 from .hadamard import hadamard
 

@@ -12,12 +12,12 @@ from .._definitions.rope import (
     normed_and_turned_gradient,
     pairs_turned,
 )
-from .._dispatch.autodiff import Differentiable, Function, Rule
-from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
-from .._dispatch.support import Support
 from .._host import library
 from .._host import rope as raw
+from .autodiff import Differentiable, Function, Rule
+from .lowering import choose
+from .op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .support import Support
 
 X, TABLE, Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
 

@@ -1,0 +1,106 @@
+"""The norm of q's heads and RoPE before attention, and RoPE back of o after it: inside of a kernel, or by passes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+
+from ... import reference
+from ..._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
+from ..._host import rope as kernels
+from ..._host.attention import ROPE
+from ..op import ONE_OR_B, Arrays, Axes
+from ..rope import normed_then_turned, turned
+from .base import Attention, AttentionMode, Gradient
+
+
+class Passes(NamedTuple):
+    """q as attention sees it, a rotation, and the gradient of the first."""
+
+    norm_rope: Callable[..., Arrays]
+    rope: Callable[..., Arrays]
+    norm_rope_bwd: Callable[..., Arrays]
+
+
+BY_DEFINITION = Passes(normed_and_turned, pairs_turned, normed_and_turned_gradient)
+BY_KERNELS = Passes(kernels.norm_rope, kernels.rope, kernels.norm_rope_bwd)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("table",), meta_fields=("eps", "group_heads"))
+@dataclasses.dataclass(frozen=True)
+class Rotary(AttentionMode):
+    """q is as a product makes it.
+
+    A rotation leaves rowsum(o∘do) as it is. So the gradient is made of this q, and of o after RoPE back.
+
+    Attributes:
+      table: float32 `[b, s_q, n]` or `[1, s_q, n]`: cos and sin of each pair in turn.
+      eps: of the norm; None for RoPE without it, for which there is no kernel.
+      group_heads: how many heads a product takes together: it makes the cotangent of o in groups of these.
+    """
+
+    table: jax.Array
+    eps: float | None
+    group_heads: int
+
+    may_be_outside: ClassVar[bool] = True
+    passes_of_gradient: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = (("norm_rope", "rope"), ("norm_rope_bwd",))
+
+    @property
+    def kernel_mode(self) -> dict[str, Any]:
+        return {"rotary": True}
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        return (Axes("rope_table", f"{ONE_OR_B} s_q n"),)
+
+    @property
+    def operands(self) -> Arrays:
+        return (self.table,)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {"eps": self.eps}
+
+    def fits(self, q: jax.Array) -> bool:
+        return self.eps is not None and self.table.shape[-1] == ROPE
+
+    def definition(self, inner: Attention) -> Attention:
+        def attention(q: Any, *operands: Any, **params: Any) -> reference.Attention:
+            o, lse = inner(*normed_and_turned(q, self.table, eps=self._eps), *operands, **params)
+            return pairs_turned(o, self.table, direction=-1)[0], lse
+
+        return attention
+
+    def gradient(self, inner: Gradient, *, by_kernels: bool) -> Gradient:
+        passes = BY_KERNELS if by_kernels else BY_DEFINITION
+
+        def gradient(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *rest: Any, **params: Any) -> Arrays:
+            do, delta = jax.lax.optimization_barrier((do, delta))  # then nothing reads do, and it is turned in place
+            (seen,) = passes.norm_rope(q, self.table, eps=self._eps)
+            (do,) = passes.rope(do, self.table, direction=1)
+            dq, *of_keys = inner(seen, do, lse, sink_factor, delta, *rest, **params)
+            return *passes.norm_rope_bwd(q, self.table, dq, eps=self._eps), *of_keys
+
+        return gradient
+
+    def cotangent(self, do: jax.Array) -> jax.Array:
+        """In groups of heads, which undoes a product's transposition."""
+        b, s, h, d = do.shape
+        heads = self.group_heads if h % self.group_heads == 0 else h
+        return do.reshape(b, s, h // heads, heads, d).transpose(2, 0, 1, 3, 4)
+
+    def outside(self, attention: Callable[[jax.Array], reference.Attention]) -> Callable[[jax.Array], Any]:
+        def in_passes(q: jax.Array) -> reference.Attention:
+            seen = turned(q, self.table, 1) if self.eps is None else normed_then_turned(q, self.table, self.eps)
+            o, lse = attention(seen)
+            return turned(o, self.table, -1), lse
+
+        return in_passes
+
+    @property
+    def _eps(self) -> float:
+        assert self.eps is not None
+        return self.eps
