@@ -16,7 +16,7 @@ from interpreter.kernels import attention
 from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache
 from jax_dsv4_fmha._definitions import e4m3
 from jax_dsv4_fmha._dispatch import attend, plan
-from jax_dsv4_fmha._dispatch.modes import Fp8Products
+from jax_dsv4_fmha._dispatch.modes.fp8_products import Fp8Products
 from jax_dsv4_fmha._host import key_codes
 from jax_dsv4_fmha._host.mode import name_of
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, from_config

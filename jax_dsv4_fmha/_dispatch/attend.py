@@ -18,8 +18,7 @@ from .attention_op import ByGradient, gradient, rowsum
 from .autodiff import Differentiable, without_gradient
 from .lowering import choose, choose_backward
 from .merge import merged
-from .modes import AttentionMode, around
-from .modes.base import Attention, Gradient
+from .modes.base import Attention, AttentionMode, Gradient, around
 from .op import RESULTS, Arrays, Axes, Call, Halo, Op, Sink
 from .sources import Source, SpanSource
 from .tables import BACKWARD, FORWARD

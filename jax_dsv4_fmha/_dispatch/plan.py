@@ -18,8 +18,7 @@ from .._host import gradients, library
 from .._host.mode import BY_COLUMNS, FEW_HEADS, PLAIN, Mode, name_of
 from .._host.split_kv import columns_pay, processors
 from .lowering import choose_backward
-from .modes import AttentionMode
-from .modes.base import Keys
+from .modes.base import AttentionMode, Keys
 from .op import Arrays, KernelUse
 from .sources import Part, Source, SpanSource
 from .support import Support, not_built

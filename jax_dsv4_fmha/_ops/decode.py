@@ -10,9 +10,9 @@ from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.attend import attend
 from .._dispatch.cached import of_chunk
+from .._dispatch.modes import canonical_order, fp8_products
 from .._dispatch.seen_slots import seen_slots
 from .._dispatch.sources import Source
-from .modes import ordered, with_products
 
 FEWEST_QUERIES = 64
 """with products of e4m3"""
@@ -134,7 +134,7 @@ def dsv4_decode(
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
     _check.batch_invariant(op, batch_invariant, implementation)
-    modes = [*ordered(batch_invariant), *with_products(op, products, q, batch_invariant)]
+    modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, products, q, batch_invariant)]
     if products is not None and isinstance(s_q, int) and s_q < FEWEST_QUERIES:
         wanted = f"None with fewer than {FEWEST_QUERIES} queries, whose time is that of reading keys"
         raise _check.error(ValueError, op, "products", f"{products} with s_q={s_q}", wanted)

@@ -9,8 +9,8 @@ import numpy as np
 from .. import _check, reference
 from .._definitions.span import Span
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SpanSource
-from .modes import ordered
 
 _OP = "dot_product_attention"
 _MOST = 2**31 - 2  # the greatest number of keys on either side
@@ -125,8 +125,8 @@ def dot_product_attention(
         names = ("key", "mask start", "mask stop") if values is None else ("key", "value", "mask start", "mask stop")
         source = SpanSource(k, start, stop, values, names, width=span.width, from_first=span.is_from_first)
         o, lse = attend(
-            _OP, q, [source], sink=sinks, scale=scale, implementation=implementation, modes=ordered(batch_invariant),
-            deterministic=deterministic, names=("query", "sinks"),
+            _OP, q, [source], sink=sinks, scale=scale, implementation=implementation, deterministic=deterministic,
+            modes=canonical_order.wanted(batch_invariant), names=("query", "sinks"),
         )  # fmt: skip
     if broken is not None:
         o, lse = jnp.where(broken[..., None, None], jnp.nan, o), jnp.where(broken[..., None], jnp.nan, lse)

@@ -11,9 +11,9 @@ from .._definitions.cache import Cache
 from .._definitions.span import Span, of_keys_from, shown_by_all
 from .._dispatch.attend import attend
 from .._dispatch.cached import CachedSource
-from .._dispatch.modes import around
+from .._dispatch.modes import canonical_order, fp8_products, rotary
+from .._dispatch.modes.base import around
 from .._dispatch.sources import SelectionSource, Source, SpanSource
-from .modes import ordered, rotary, with_products
 
 
 def dsv4_attention(
@@ -138,7 +138,7 @@ def dsv4_attention(
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
-    modes = [*ordered(batch_invariant), *with_products(op, products, q, batch_invariant)]
+    modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, products, q, batch_invariant)]
     if products is not None and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
     sink = _check.sink(op, sink, dims)
@@ -149,7 +149,7 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
-    rope = rotary(op, rope_table, norm_eps, o_groups, dims)
+    rope = rotary.wanted(op, rope_table, norm_eps, o_groups, dims)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]

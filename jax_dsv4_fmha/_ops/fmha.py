@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.span import Span
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SpanSource
-from .modes import ordered
 
 
 def fmha(
@@ -83,6 +83,6 @@ def fmha(
     names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
     source = SpanSource(k, start, stop, v, names, width=span.width, from_first=span.is_from_first)
     return attend(
-        op, q, [source], sink=sink, scale=scale, implementation=implementation, modes=ordered(batch_invariant),
-        deterministic=deterministic,
+        op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
+        modes=canonical_order.wanted(batch_invariant),
     )  # fmt: skip

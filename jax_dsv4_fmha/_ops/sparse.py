@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SelectionSource
-from .modes import ordered
 
 
 def sparse_fmha(
@@ -70,6 +70,6 @@ def sparse_fmha(
     kv = kv[None] if is_pool else kv
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
     return attend(
-        op, q, [source], sink=sink, scale=scale, implementation=implementation, modes=ordered(batch_invariant),
-        deterministic=deterministic,
+        op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
+        modes=canonical_order.wanted(batch_invariant),
     )  # fmt: skip

@@ -15,3 +15,8 @@ class CanonicalOrder(AttentionMode):
     """`batch_invariant`: XLA chooses a definition's order of sums, so a kernel must run (docs/semantics.md)."""
 
     is_batch_invariant: ClassVar[bool] = True
+
+
+def wanted(batch_invariant: bool) -> list[AttentionMode]:
+    """What the option, which is checked, asks for."""
+    return [CanonicalOrder()] if batch_invariant else []

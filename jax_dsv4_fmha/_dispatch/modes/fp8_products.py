@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ... import reference
+from ... import _check, reference
 from ..._definitions import e4m3
 from ..._definitions.packed import LAYOUTS
 from ..._host import key_codes
@@ -70,6 +70,25 @@ class Fp8Products(AttentionMode):
         unit = e4m3.unit_of(jax.lax.bitcast_convert_type(top, jnp.float32)[:, None], axes=1)
         units = jnp.broadcast_to(unit.reshape(-1), (q.shape[0],))
         return Keys(made, (units,), ("key_codes", "key_codes_again"))
+
+
+def wanted(op: str, products: str | None, q: jax.Array, batch_invariant: bool) -> list[AttentionMode]:
+    """What the option `products` asks for.
+
+    Raises:
+      ValueError: it is not one of `e4m3.PRODUCTS`, or does not go with q or with batch_invariant.
+    """
+    _check.one_of(op, "products", products, (None, *e4m3.PRODUCTS))
+    if products is None:
+        return []
+    if q.dtype != jnp.bfloat16:
+        raise _check.error(ValueError, op, "q", q, f"bfloat16 with products={products!r}")
+    if products == e4m3.BF16_ROPE and isinstance(q.shape[-1], int) and q.shape[-1] <= e4m3.ROPE:
+        wanted = f"d > {e4m3.ROPE}, of which the last {e4m3.ROPE} are RoPE's, with products={products!r}"
+        raise _check.error(ValueError, op, "q", q, wanted)
+    if batch_invariant:
+        raise _check.error(ValueError, op, "products", products, "None with batch_invariant=True")
+    return [Fp8Products(products)]
 
 
 def _located(source: Source) -> tuple[Part, jax.Array, jax.Array, str]:

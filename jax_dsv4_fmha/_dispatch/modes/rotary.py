@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from ... import reference
+from ... import _check, reference
 from ..._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
 from ..._host import rope as kernels
 from ..._host.attention import ROPE
@@ -104,3 +105,30 @@ class Rotary(AttentionMode):
     def _eps(self) -> float:
         assert self.eps is not None
         return self.eps
+
+
+def wanted(op: str, rope_table: Any, norm_eps: Any, o_groups: Any, dims: Mapping[str, Any]) -> list[AttentionMode]:
+    """What the options of `dsv4_attention` ask for; dims: the sizes of its axes.
+
+    Raises:
+      ValueError, TypeError: an option is not as they are documented.
+    """
+    table, eps = None, None
+    if rope_table is not None:
+        eps = None if norm_eps is None else _check.number(op, "norm_eps", norm_eps, "a float > 0", lambda x: x > 0)
+        table = _checked(op, rope_table, dims)
+    elif norm_eps is not None:
+        raise _check.error(ValueError, op, "norm_eps", norm_eps, "None without a rope_table")
+    if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
+        raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
+    return [] if table is None else [Rotary(table, eps, dims["h_q"] // o_groups)]
+
+
+def _checked(op: str, table: Any, dims: Mapping[str, Any]) -> jax.Array:
+    b, s_q, d = (dims[name] for name in ("b", "s_q", "d"))
+
+    def fits(x: Any) -> bool:
+        shaped = x.dtype == jnp.float32 and x.ndim == 3 and x.shape[0] in (1, b) and x.shape[1] == s_q
+        return bool(shaped and x.shape[2] % 2 == 0 and x.shape[2] <= d)
+
+    return _check.array(op, "rope_table", table, f"float32[b={b} or 1, s_q={s_q}, n], n even and at most {d}", fits)
