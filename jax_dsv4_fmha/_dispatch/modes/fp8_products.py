@@ -84,8 +84,8 @@ def wanted(op: str, products: str | None, q: jax.Array, batch_invariant: bool) -
     if q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, f"bfloat16 with products={products!r}")
     if products == e4m3.BF16_ROPE and isinstance(q.shape[-1], int) and q.shape[-1] <= e4m3.ROPE:
-        wanted = f"d > {e4m3.ROPE}, of which the last {e4m3.ROPE} are RoPE's, with products={products!r}"
-        raise _check.error(ValueError, op, "q", q, wanted)
+        least = f"d > {e4m3.ROPE}, of which the last {e4m3.ROPE} are RoPE's, with products={products!r}"
+        raise _check.error(ValueError, op, "q", q, least)
     if batch_invariant:
         raise _check.error(ValueError, op, "products", products, "None with batch_invariant=True")
     return [Fp8Products(products)]
