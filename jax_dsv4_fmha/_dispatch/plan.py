@@ -162,7 +162,7 @@ def _goes_inside(mode: AttentionMode, inside: Sequence[AttentionMode], q: jax.Ar
     program that is made where no device is runs on all architectures.
     """
     here, rows = library.local_architectures(), FORWARD.get(kinds_of(sources), ())
-    if not here or not rows or not mode.fits(q) or _are_ordered(inside):
+    if not mode.fits(q) or _are_ordered(inside):
         return False
     without, within = (_kernel_mode(x) for x in (inside, [*inside, mode]))
     return any(_made_alike(q, name_of(row.op, within), name_of(row.op, without), here) for row in rows)
@@ -176,7 +176,7 @@ def _made_alike(q: jax.Array, name: str, other: str, archs: Sequence[str]) -> bo
         limits = (v.choices["max_heads"] for v in built if v.arch == arch)
         return min((n for n in limits if n >= q.shape[2]), default=None)
 
-    return all(made_for(name, arch) == made_for(other, arch) is not None for arch in archs)
+    return bool(archs) and all(made_for(name, arch) == made_for(other, arch) is not None for arch in archs)
 
 
 # ---- where all sizes are known
