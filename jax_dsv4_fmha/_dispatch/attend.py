@@ -18,7 +18,7 @@ from .attention_op import ByGradient, gradient, rowsum
 from .autodiff import Differentiable, without_gradient
 from .lowering import choose, choose_backward
 from .merge import merged
-from .modes.base import Attention, AttentionMode, Gradient, around
+from .modes.base import AttentionMode, Gradient, around, defined
 from .op import RESULTS, Arrays, Axes, Call, Halo, Op, Sink
 from .sources import Source, SpanSource
 from .tables import BACKWARD, FORWARD
@@ -61,6 +61,8 @@ def attend(
     """
     found = plan.best(op, q, sources, modes, method)
     is_ordered = any(mode.is_batch_invariant for mode in found.inside)
+    instead = next(filter(None, (mode.differentiated for mode in found.inside)), None)
+    traits: dict[str, Any] = {"batch_invariant": is_ordered} | ({"differentiated": instead} if instead else {})
 
     def run(q: jax.Array, sources: Sequence[Source], sink: jax.Array | None) -> reference.Attention:
         """In one launch, with the modes that are inside."""
@@ -70,12 +72,12 @@ def attend(
         axes = (*(x for source in sources for x in source.axes), *(x for mode in found.inside for x in mode.axes))
         kinds = plan.kinds_of(sources)
         halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
-        attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, is_ordered)
+        attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, **traits)
         support = plan.support_of(op, q, sources, found.inside)
         use = choose(op, "cubin" if is_ordered else implementation, support)
         forward, params = Call(attention, use, (("scale", scale),), support), {"scale": scale}
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32) if sink is None else sink
-        if not (differentiable and all(mode.is_differentiable for mode in found.inside)):
+        if not differentiable or instead:
             o, lse = without_gradient(forward, q, *leaves, sink[None])
             return o, lse
         its_support = plan.support_of_gradient(op, q, kinds, support.got, use, deterministic)
@@ -101,19 +103,16 @@ def _ops(
     axes: tuple[Axes, ...],
     kinds: tuple[str, ...],
     halo: Halo | None,
-    batch_invariant: bool,
+    **traits: Any,
 ) -> tuple[Op, Op]:
-    """Attention over sources and in modes that `tree` makes of leaves, and its gradient."""
+    """Attention over sources and in modes that `tree` makes of leaves, and its gradient; traits: of the first."""
 
     def given(operands: Sequence[Any]) -> tuple[Any, Any, Any]:
         return *tree.unflatten(operands[:-1]), operands[-1]
 
     def definition(q: Any, *operands: Any, scale: float) -> Arrays:
         sources, modes, sink = given(operands)
-        run: Attention = _definition
-        for mode in modes:
-            run = mode.definition(run)
-        return run(q, sources, sink, scale=scale)
+        return defined(_definition, modes)(q, sources, sink, scale=scale)
 
     def kernel(q: Any, *operands: Any, scale: float) -> Arrays:
         return plan.launch(q, *given(operands)).run(q, scale)
@@ -148,8 +147,7 @@ def _ops(
 
     operands = (Axes(names[0], "b s_q h_q d"), *axes, Sink(names[1]))
     attention = Op(
-        op, operands, RESULTS, definition, kernel if kinds in FORWARD else None, launches=launches, halo=halo,
-        batch_invariant=batch_invariant,
+        op, operands, RESULTS, definition, kernel if kinds in FORWARD else None, launches=launches, halo=halo, **traits
     )  # fmt: skip
     by_kernel = gradient_by_kernel if kinds in BACKWARD else None
     return attention, gradient(attention, gradient_by_definition, by_kernel, launches_of_gradient)

@@ -65,6 +65,8 @@ class Op:
     halo: Halo | None = None
     triangle: str | None = None
     """the axis of keys that takes the op's time, where a later query sees more of them"""
+    differentiated: str = "implementation='reference'"
+    """what has a gradient where this has none, for errors"""
     batch_invariant: bool = False
     """whether no bit of a result may depend on other batch entries, so that no sink may scale o afterwards"""
 

@@ -122,8 +122,7 @@ def dsv4_decode(
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
     if q_offset is not None:
         q_offset = jnp.broadcast_to(_check.offset(op, "q_offset", q_offset, dims), (b,))
-    if not isinstance(is_causal, bool):
-        raise _check.error(TypeError, op, "is_causal", is_causal, "a bool")
+    _check.flags(op, is_causal=is_causal)
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, d)
     window = _check.positive(op, "window", window)

@@ -84,9 +84,7 @@ def dot_product_attention(
     _check.heads(_OP, dims["n"], dims["k"], dims["t"], dims["s"], ("query", "key"))
     if bias is not None:
         raise _check.error(NotImplementedError, _OP, "bias", bias, "None")
-    for name, x in (("is_causal", is_causal), ("return_residual", return_residual)):
-        if not isinstance(x, bool | np.bool):
-            raise _check.error(TypeError, _OP, name, x, "a bool, known while tracing")
+    _check.flags(_OP, is_causal=is_causal, return_residual=return_residual, deterministic=deterministic)
     if sinks is not None:
         sinks = _check.operand(_OP, "sinks", sinks, "n", dims, _check.FP32)
     dims.setdefault("b", 1)

@@ -12,7 +12,7 @@ from .._definitions.span import Span, of_keys_from, shown_by_all
 from .._dispatch.attend import attend
 from .._dispatch.cached import CachedSource
 from .._dispatch.modes import canonical_order, fp8_products, rotary
-from .._dispatch.modes.base import around
+from .._dispatch.modes.base import defined
 from .._dispatch.sources import SelectionSource, Source, SpanSource
 
 
@@ -80,7 +80,8 @@ def dsv4_attention(
       rope_table: float32 `[b, s_q, n]` or `[1, s_q, n]`, cos and sin of n / 2 pairs by turns, as `layers.Rope.table`
         makes them. q is then as it was before RoPE: the last n dimensions of its heads are turned, in neighbouring
         pairs, and those of o are turned back. Where there is a kernel for it, this is a part of attention; it rounds
-        less than passes of their own.
+        less than passes of their own. The reference alone has derivatives in the table; elsewhere to ask for one is an
+        error.
       norm_eps: a float > 0, with a rope_table: q comes before the norm of its heads too, `q / sqrt(mean(q²) +
         norm_eps)`. None means no norm, for which there is no such kernel.
       o_groups: with a rope_table, in how many groups of heads a product takes o, as V4's output projection does.
@@ -88,9 +89,10 @@ def dsv4_attention(
         divide h_q.
 
       products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
-        4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums,
-        and there is no gradient. A Cache, packed in any layout or not, becomes codes sequence by sequence.
-        "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for the scores: d is greater.
+        4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums.
+        The reference alone has a gradient, as if nothing were rounded. A Cache, packed in any layout or not, becomes
+        codes sequence by sequence. "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for
+        the scores: d is greater.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -134,6 +136,7 @@ def dsv4_attention(
     if window_lengths is not None:
         window_lengths = _check.operand(op, "window_lengths", window_lengths, "b", dims, _check.INT)
     _check.implementation(op, implementation)
+    _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
@@ -149,7 +152,7 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
-    rope = rotary.wanted(op, rope_table, norm_eps, o_groups, dims)
+    rope = rotary.wanted(op, rope_table, norm_eps, o_groups, dims, implementation)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]
@@ -182,7 +185,7 @@ def dsv4_attention(
         def definition(q: jax.Array) -> reference.Attention:
             return reference.dsv4_attention(q, window_kv, compressed_kv, products=products, **how)
 
-        return around(definition, rope)(q)
+        return defined(definition, rope)(q)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
     near_source = SpanSource(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None

@@ -72,6 +72,7 @@ def fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
+    _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     if span is None:
         span = Span(0, jnp.int32(dims["s_kv"]))

@@ -62,6 +62,7 @@ def sparse_fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
+    _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     if implementation == "reference":
         return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)

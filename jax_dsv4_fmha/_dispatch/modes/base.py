@@ -40,7 +40,8 @@ class AttentionMode:
 
     may_be_outside: ClassVar[bool] = False
     """whether passes do the same, by `outside`"""
-    is_differentiable: ClassVar[bool] = True
+    differentiated: ClassVar[str] = ""
+    """what has a gradient where this mode has none, for errors; "" where it has one"""
     is_batch_invariant: ClassVar[bool] = False
     """whether it insists on kernels that sum in the canonical order"""
     passes_of_gradient: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
@@ -94,6 +95,13 @@ class AttentionMode:
     def outside(self, attention: Callable[[jax.Array], reference.Attention]) -> Callable[[jax.Array], Any]:
         """Attention of q in this mode, by passes around attention without it."""
         raise NotImplementedError
+
+
+def defined(attention: Attention, modes: Iterable[AttentionMode]) -> Attention:
+    """Attention in all of these modes, by definition."""
+    for mode in modes:
+        attention = mode.definition(attention)
+    return attention
 
 
 def around(

@@ -29,7 +29,9 @@ class Fp8Products(AttentionMode):
 
     precision: str
 
-    is_differentiable: ClassVar[bool] = False
+    differentiated: ClassVar[str] = (
+        "products=None, or implementation='reference', which has the gradient as if nothing were rounded"
+    )
 
     @property
     def kernel_mode(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ... import _check, reference
 from ..._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
 from ..._host import rope as kernels
 from ..._host.attention import ROPE
+from ..autodiff import constant
 from ..op import ONE_OR_B, Arrays, Axes
 from ..rope import normed_then_turned, turned
 from .base import Attention, AttentionMode, Gradient
@@ -70,7 +71,7 @@ class Rotary(AttentionMode):
 
     def definition(self, inner: Attention) -> Attention:
         def attention(q: Any, *operands: Any, **params: Any) -> reference.Attention:
-            o, lse = inner(*normed_and_turned(q, self.table, eps=self._eps), *operands, **params)
+            o, lse = inner(self._seen(q, BY_DEFINITION), *operands, **params)
             return pairs_turned(o, self.table, direction=-1)[0], lse
 
         return attention
@@ -80,10 +81,9 @@ class Rotary(AttentionMode):
 
         def gradient(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *rest: Any, **params: Any) -> Arrays:
             do, delta = jax.lax.optimization_barrier((do, delta))  # then nothing reads do, and it is turned in place
-            (seen,) = passes.norm_rope(q, self.table, eps=self._eps)
-            (do,) = passes.rope(do, self.table, direction=1)
+            seen, (do,) = self._seen(q, passes), passes.rope(do, self.table, direction=1)
             dq, *of_keys = inner(seen, do, lse, sink_factor, delta, *rest, **params)
-            return *passes.norm_rope_bwd(q, self.table, dq, eps=self._eps), *of_keys
+            return *passes.norm_rope_bwd(q, self.table, dq, eps=self.eps), *of_keys
 
         return gradient
 
@@ -101,14 +101,25 @@ class Rotary(AttentionMode):
 
         return in_passes
 
-    @property
-    def _eps(self) -> float:
-        assert self.eps is not None
-        return self.eps
+    def _seen(self, q: Any, passes: Passes) -> Any:
+        """q as attention sees it."""
+        norm = {} if self.eps is None else {"eps": self.eps}
+        (seen,) = passes.norm_rope(q, self.table, **norm) if norm else passes.rope(q, self.table, direction=1)
+        return seen
 
 
-def wanted(op: str, rope_table: Any, norm_eps: Any, o_groups: Any, dims: Mapping[str, Any]) -> list[AttentionMode]:
-    """What the options of `dsv4_attention` ask for; dims: the sizes of its axes.
+def wanted(
+    op: str,
+    rope_table: Any,
+    norm_eps: Any,
+    o_groups: Any,
+    dims: Mapping[str, Any],
+    implementation: _check.Implementation | None,
+) -> list[AttentionMode]:
+    """What the options of `dsv4_attention` ask for. The reference alone has derivatives in the table.
+
+    Args:
+      dims: the sizes of its axes.
 
     Raises:
       ValueError, TypeError: an option is not as they are documented.
@@ -117,6 +128,7 @@ def wanted(op: str, rope_table: Any, norm_eps: Any, o_groups: Any, dims: Mapping
     if rope_table is not None:
         eps = None if norm_eps is None else _check.number(op, "norm_eps", norm_eps, "a float > 0", lambda x: x > 0)
         table = _checked(op, rope_table, dims)
+        table = table if implementation == "reference" else constant(table, op, "rope_table")
     elif norm_eps is not None:
         raise _check.error(ValueError, op, "norm_eps", norm_eps, "None without a rope_table")
     if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
