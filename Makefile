@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed quick test test-slow test-faults test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
+.PHONY: help demo installed quick test test-slow test-faults test-gpu test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
@@ -40,6 +40,9 @@ test-slow: build .venv/.tools ## run the tests that take longer than ten seconds
 
 test-faults: build .venv/.tools ## plant faults in the PTX and the sources of kernels, which the interpreter has to find
 	$(PYTEST) -m faults
+
+test-gpu: build .venv/.tools ## run the tests of a GPU, several at a time; ARGS='--limit 540 --skip-passed build/gpu.jsonl'
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py tests/test_http.py

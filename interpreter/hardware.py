@@ -108,7 +108,7 @@ class AttentionRun(Run[attention.Operands]):
         return slice(1)
 
     def operands(self) -> attention.Operands:
-        (tile_n,) = {row.tile_n for row in library.variants() if row.key == self.variant.key}
+        (tile_n,) = {row.tile_n for row in library.held() if row.key == self.variant.key}
         x = cases.operands(self.variant, tile_n, CASE)
         assert x is not None
         return x

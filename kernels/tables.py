@@ -42,8 +42,12 @@ def committed(variants: Sequence[Variant]) -> dict[Path, str]:
     }
 
 
-def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path) -> None:
-    """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys."""
+def write(
+    variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path, is_for_tests: bool = False
+) -> None:
+    """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys; is_for_tests:
+    for the interpreter alone, since a call would not find all that it may need.
+    """
     shipped = [v for v in variants if v.key in records]
     rows = [
         described(v)
@@ -51,7 +55,8 @@ def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain:
         | {k: x for k, x in records[v.key].items() if k != "digest"}
         for v in shipped
     ]
-    manifest = json.dumps({"toolchain": toolchain, "targets": targets.described(), "variants": rows}, indent=1)
+    facts = {"toolchain": toolchain, "is_for_tests": is_for_tests, "targets": targets.described(), "variants": rows}
+    manifest = json.dumps(facts, indent=1)
     files = {
         "manifest.json": manifest,
         "abi.h": header(variants),

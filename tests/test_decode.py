@@ -236,7 +236,6 @@ def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementati
     assert_close(got, step(q, near, far, indices=jnp.asarray(indices)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not library.variants_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize("here", ["sm_100f", "sm_90a", "sm_120f"])
 def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypatch):
     """Hopper and Blackwell have kernels that read packed entries: elsewhere "cubin" is an error, as soon as it is

@@ -180,8 +180,6 @@ def blackwell(monkeypatch):
     monkeypatch.setattr(library, "variants", every_kernel)
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_100f",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    if "sm_100f" not in library.architectures():
-        pytest.skip("kernels are built for other architectures")
 
 
 def test_gradients_on_blackwell(blackwell):

@@ -25,7 +25,7 @@ MODELS_HERE = MODELS | {
                             "compress_rates": {"heavily_compressed_attention": 16}},
 }  # fmt: skip
 OF_KERNELS = MODELS_HERE["v4"] | {
-    "num_attention_heads": 16, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16,
+    "num_attention_heads": 16, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32,
     "index_topk": 64, "compress_rates": {"heavily_compressed_attention": 16},
 }  # fmt: skip
 

@@ -322,6 +322,7 @@ def test_kernels(kind, packed):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.usefixtures("cuda")
 def test_a_long_prompt_compiles_soon():
     """XLA took minutes to compile the sums of 128 tokens where there are many blocks."""
@@ -372,7 +373,7 @@ def test_ragged_steps_by_kernels(kind, is_causal):
 
 def of_kernels(kind):
     """A layer that kernels run, its parameters, and sequences."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 64}
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 64}
     layer = from_config(MODELS["v4"] | sizes | {"num_attention_heads": 16})[kind]
     return layer, random_params(layer, kind), hidden(2, 90).astype(jnp.bfloat16)
 

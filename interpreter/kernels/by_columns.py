@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels.abi import RowColumns, RowScores
 
+from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
 from . import attention, native
 from .launch import Kernel, add_outputs, machine, outputs_of
@@ -81,10 +82,10 @@ def run(
     -3, that the first one leaves.
     """
     scores, columns = replace(scores, ptx=edits[0](scores.ptx)), replace(columns, ptx=edits[1](columns.ptx))
-    (scored := score(scores, x, seed=seed, **how)).run()
+    scheduler.run(scored := score(scores, x, seed=seed, **how))
     like = left_by_scores(x, how.get("room", 0) or room_for(x))
     between(*(view(scored, name, like[name]) for name in ("scores", "gathered")))
-    (added := add_columns(columns, x, scored, seed=seed)).run()
+    scheduler.run(added := add_columns(columns, x, scored, seed=seed))
     o, lse = (view(added, name, like) for name, like in outputs_of(x).items())
     return o, lse
 

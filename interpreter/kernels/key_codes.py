@@ -14,6 +14,7 @@ from jax_dsv4_fmha._definitions.e4m3 import ROPE, codes, unit_of
 from jax_dsv4_fmha._definitions.packed import LAYOUTS, quantize_cache
 from kernels.abi import KeyCodes
 
+from ..machine import scheduler
 from ..machine.reductions import add_changed
 from ..machine.state import Array, new_memory
 from . import native
@@ -101,7 +102,7 @@ def run(
     page = layout.page_entries(width) if layout else 1
     shape = {"b": b, "n": n, "rows": rows, "page": page, "page_bytes": width if layout else 0}
     plan = native.plan_key_codes(shape, tile_m=size, addresses=addresses)
-    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
+    scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed))
     taken, top = (memory.named(name).bytes.view(np.float32) for name in ("taken", "top"))
     made = memory.named("codes").bytes[: b * n * x.row].reshape(b, n, x.row)
     return Made(made, taken[: b * parts].reshape(b, parts), top[:b], size)

@@ -15,7 +15,9 @@ from kernels import build
 from kernels.abi import Combine, Forward, Variant
 from kernels.tables import Record
 
+from ..machine import scheduler
 from ..machine.copies import TensorMap
+from ..machine.decode import Code
 from ..machine.parser import parse
 from ..machine.state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 from . import attention, native
@@ -46,7 +48,7 @@ class Kernel(Generic[V]):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / f"{variant.key}.lock", "w") as lock:  # several test processes may want it
             fcntl.flock(lock, fcntl.LOCK_EX)
-            record = build.cached(variant, directory) or build.compile_one(variant, directory)
+            record = build.cached(variant, directory) or build.compile_one(variant, directory)[0]
         return Kernel(variant, (directory / f"{variant.key}.ptx").read_text(), record)
 
 
@@ -61,7 +63,7 @@ class Launch:
 
     def run(self) -> tuple[Array, ...]:
         """The results, in the order of `outputs`: of attention (o, lse)."""
-        self.machine.run()
+        scheduler.run(self.machine)
         return self.results()
 
     def results(self) -> tuple[Array, ...]:
@@ -124,7 +126,7 @@ def machine(
     if edits:
         raise LookupError(f"there is nothing to edit by the name of {', '.join(edits)}: {', '.join(plan.params)}")
     return Machine(
-        program,
+        Code.of(program),
         grid=plan.grid,
         threads=kernel.facts["threads"],
         smem_bytes=kernel.facts["smem_bytes"],

@@ -55,8 +55,13 @@ def variant_of(key: str) -> Any:
 
 def built(family: type[T]) -> list[T]:
     """The variants of a family that the library holds."""
-    keys = {v.key for v in host_library.variants()}
+    keys = built_keys()
     return [v for v in VARIANTS if isinstance(v, family) and v.key in keys]
+
+
+def built_keys() -> set[str]:
+    """The keys of all kernels that the library holds, be it for calls or for the interpreter alone."""
+    return {v.key for v in host_library.held()}
 
 
 def fewer_heads(variant: Forward | MlaBackward) -> int:

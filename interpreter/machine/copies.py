@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from .barriers import MBarrier, complete_tx, lookup
+from .barriers import complete_tx, lookup
 from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, OutOfBounds, Unsupported
@@ -34,6 +34,7 @@ from .state import (
     AsyncOp,
     Cta,
     GlobalMemory,
+    MBarrier,
     Wait,
     Warp,
 )
