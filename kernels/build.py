@@ -280,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         " made of these has them for the interpreter alone",
     )
     parser.add_argument("--list", action="store_true", help="print the keys and stop")
+    parser.add_argument("--digest", action="store_true", help="print what all of them depend on, as one word, and stop")
     parser.add_argument(
         "--optional", action="store_true", help="without the DSL, write empty tables instead of failing"
     )
@@ -289,6 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_for_tests = args.kernels == "tested"
     if args.list:
         print("\n".join(v.key for v in variants))
+        return 0
+    if args.digest:
+        print(hashlib.sha256("".join(map(digest, variants)).encode()).hexdigest())
         return 0
     if args.out is None:
         parser.error("--out is required")

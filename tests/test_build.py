@@ -219,6 +219,15 @@ def test_digest_covers_sources_and_variant(tmp_path):
     assert build.digest(first, tmp_path) != before
 
 
+def test_one_word_for_all_kernels(capsys):
+    """The name of a cache of them."""
+    found = []
+    for arguments in (["--only", "rope"], ["--only", "rope"], ["--only", "combine"], []):
+        assert build.main(["--digest", *arguments]) == 0
+        found.append(capsys.readouterr().out.strip())
+    assert found[0] == found[1] and len({*found}) == 3 and all(len(x) == 64 for x in found)
+
+
 def test_comments_docstrings_and_layout_are_no_code():
     code = "def f(x):\n    return x + 1\n"
     same = '"""A module."""\n\n\ndef f(\n    x,\n):  # of x\n    """Adds one."""\n    return x + 1\n'
