@@ -20,7 +20,7 @@ from interpreter.kernels import native
 from interpreter.kernels.gradients import FUNCTIONS, assert_right, gradient, operands
 from interpreter.kernels.native import Shape, addresses_of, plan
 from jax_dsv4_fmha._definitions import attention_gradient
-from jax_dsv4_fmha._definitions.rope import normed_and_turned, pairs_turned
+from jax_dsv4_fmha._definitions.rope import normed_and_rotated, rotated_pairs
 from jax_dsv4_fmha._host import call, library
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels.abi import BACKWARD_OPS, MlaBackward
@@ -249,8 +249,8 @@ def test_the_float64_gradient_is_that_of_the_package(variant):
     given, do = a.q.astype(np.float32), x.do.astype(np.float32)
     x, q, through = dataclasses.replace(x, attention=dataclasses.replace(a, q=given), do=do), given, lambda dq: dq
     if variant.turns:  # which no longer rounds
-        (q,), pull = jax.vjp(lambda q: normed_and_turned(q, a.table, eps=native.EPS), jnp.where(np.isnan(q), 1, q))
-        (do,) = pairs_turned(do, a.table, direction=1)
+        (q,), pull = jax.vjp(lambda q: normed_and_rotated(q, a.table, eps=native.EPS), jnp.where(np.isnan(q), 1, q))
+        (do,) = rotated_pairs(do, a.table, direction=1)
         through = lambda dq: pull((dq,))[0]  # noqa: E731
     for kind, keys in zip(variant.sources, a.sources, strict=True):
         k, rows = keys.k.astype(np.float32), (keys.seen_from, keys.seen_to, do, x.lse, x.sink_factor, x.delta)

@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
-from jax_dsv4_fmha._dispatch.rope import normed_then_turned, turned
+from jax_dsv4_fmha._dispatch.rope import normed_then_rotated, rotated
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
@@ -418,9 +418,9 @@ def large(h, dtype, s=7, kinds=""):
 def in_passes(x, how):
     """The same attention by passes of their own."""
     plain = {name: y for name, y in how.items() if name not in ("rope_table", "norm_eps")}
-    q = normed_then_turned(x["q"], how["rope_table"], how["norm_eps"])
+    q = normed_then_rotated(x["q"], how["rope_table"], how["norm_eps"])
     o, lse = dsv4_attention(**(x | {"q": q}), **plain)
-    return turned(o, how["rope_table"], -1), lse
+    return rotated(o, how["rope_table"], -1), lse
 
 
 OF_KINDS = {"": "mla_span_fwd", "all": "hca_fwd", "chosen": "csa_fwd"}

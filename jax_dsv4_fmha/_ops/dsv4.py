@@ -78,8 +78,8 @@ def dsv4_attention(
       deterministic: as in `fmha`.
       batch_invariant: as in `fmha`, in one launch; a packed Cache is read by `dsv4_decode` alone.
       rope_table: float32 `[b, s_q, n]` or `[1, s_q, n]`, cos and sin of n / 2 pairs by turns, as `layers.Rope.table`
-        makes them. q is then as it was before RoPE: the last n dimensions of its heads are turned, in neighbouring
-        pairs, and those of o are turned back. Where there is a kernel for it, this is a part of attention; it rounds
+        makes them. q is then as it was before RoPE: the last n dimensions of its heads are rotated, in neighbouring
+        pairs, and those of o are rotated back. Where there is a kernel for it, this is a part of attention; it rounds
         less than passes of their own. The reference alone has derivatives in the table; elsewhere to ask for one is an
         error.
       norm_eps: a float > 0, with a rope_table: q comes before the norm of its heads too, `q / sqrt(mean(q²) +
@@ -87,7 +87,6 @@ def dsv4_attention(
       o_groups: with a rope_table, in how many groups of heads a product takes o, as V4's output projection does.
         A kernel then reads the gradient of o as that product's gradient writes it. Results do not depend on it. It must
         divide h_q.
-
       products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
         4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums.
         The reference alone has a gradient, as if nothing were rounded. A Cache, packed in any layout or not, becomes

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from ... import _check, reference
-from ..._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
+from ..._definitions.rope import normed_and_rotated, normed_and_rotated_gradient, rotated_pairs
 from ..._host import rope as kernels
 from ..._host.attention import ROPE
 from ..autodiff import constant
 from ..op import ONE_OR_B, Arrays, Axes
-from ..rope import normed_then_turned, turned
+from ..rope import normed_then_rotated, rotated
 from .base import Attention, AttentionMode, Gradient
 
 
@@ -26,7 +26,7 @@ class Passes(NamedTuple):
     norm_rope_bwd: Callable[..., Arrays]
 
 
-BY_DEFINITION = Passes(normed_and_turned, pairs_turned, normed_and_turned_gradient)
+BY_DEFINITION = Passes(normed_and_rotated, rotated_pairs, normed_and_rotated_gradient)
 BY_KERNELS = Passes(kernels.norm_rope, kernels.rope, kernels.norm_rope_bwd)
 
 
@@ -72,7 +72,7 @@ class Rotary(AttentionMode):
     def definition(self, inner: Attention) -> Attention:
         def attention(q: Any, *operands: Any, **params: Any) -> reference.Attention:
             o, lse = inner(self._seen(q, BY_DEFINITION), *operands, **params)
-            return pairs_turned(o, self.table, direction=-1)[0], lse
+            return rotated_pairs(o, self.table, direction=-1)[0], lse
 
         return attention
 
@@ -80,7 +80,7 @@ class Rotary(AttentionMode):
         passes = BY_KERNELS if by_kernels else BY_DEFINITION
 
         def gradient(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *rest: Any, **params: Any) -> Arrays:
-            do, delta = jax.lax.optimization_barrier((do, delta))  # then nothing reads do, and it is turned in place
+            do, delta = jax.lax.optimization_barrier((do, delta))  # then nothing reads do, and it is rotated in place
             seen, (do,) = self._seen(q, passes), passes.rope(do, self.table, direction=1)
             dq, *of_keys = inner(seen, do, lse, sink_factor, delta, *rest, **params)
             return *passes.norm_rope_bwd(q, self.table, dq, eps=self.eps), *of_keys
@@ -95,9 +95,9 @@ class Rotary(AttentionMode):
 
     def outside(self, attention: Callable[[jax.Array], reference.Attention]) -> Callable[[jax.Array], Any]:
         def in_passes(q: jax.Array) -> reference.Attention:
-            seen = turned(q, self.table, 1) if self.eps is None else normed_then_turned(q, self.table, self.eps)
+            seen = rotated(q, self.table, 1) if self.eps is None else normed_then_rotated(q, self.table, self.eps)
             o, lse = attention(seen)
-            return turned(o, self.table, -1), lse
+            return rotated(o, self.table, -1), lse
 
         return in_passes
 
