@@ -19,7 +19,7 @@ from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
 
 FUNCTIONS = {
-    v.name: functools.partial(raw.latent_bwd, v.op, native.raw_mode(v), eps=native.EPS if v.turns else None)
+    v.name: functools.partial(raw.mla_bwd, v.op, native.raw_mode(v), eps=native.EPS if v.turns else None)
     for v in VARIANTS
     if isinstance(v, MlaBackward) and not v.bounds
 }

@@ -283,7 +283,7 @@ class GradientLaunch(NamedTuple):
             do = mode.cotangent(do)
         rows, how = (q, do, lse, sink_factor, delta), {"deterministic": self.deterministic, **self.attributes}
         if self.op != DENSE:
-            return gradients.latent_bwd(self.op, self.mode, *rows, *self.operands, scale=scale, **how)
+            return gradients.mla_bwd(self.op, self.mode, *rows, *self.operands, scale=scale, **how)
         dq, *of_keys = gradients.mha_bwd(*rows, *self.operands, scale=scale, **how)
         return dq, *(x.astype(jnp.float32) for x in of_keys)
 

@@ -15,7 +15,7 @@ from .call import call
 from .mode import Mode, name_of
 
 
-def latent_bwd(
+def mla_bwd(
     op: str,
     mode: Mode,
     q: jax.Array,
