@@ -240,10 +240,16 @@ def implementation(op: str, x: Any) -> None:
     one_of(op, "implementation", x, (None, *get_args(Implementation)))
 
 
+def flags(op: str, **options: Any) -> None:
+    """Raises unless all of these options, by name, are bools."""
+    for name, x in options.items():
+        if not isinstance(x, bool | np.bool):
+            raise error(TypeError, op, name, x, "a bool, known while tracing")
+
+
 def batch_invariant(op: str, x: Any, implementation: Any) -> None:
     """Raises where the reference is to have the bits of a kernel's order."""
-    if not isinstance(x, bool):
-        raise error(TypeError, op, "batch_invariant", x, "a bool")
+    flags(op, batch_invariant=x)
     if x and implementation == "reference":
         wanted = "False, or another implementation: XLA chooses the reference's order of sums"
         raise error(NotImplementedError, op, "batch_invariant", "True with implementation='reference'", wanted)

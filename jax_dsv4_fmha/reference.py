@@ -238,10 +238,10 @@ def rounded_for_products(products: str, q: jax.Array, *keys: jax.Array | None) -
     of_rope = products == e4m3.BF16_ROPE
 
     def of_keys(x: jax.Array) -> jax.Array:
-        values = e4m3.codes(x, unit).astype(_FP32) * unit
+        values = e4m3.rounded(x, unit)
         return e4m3.keys_beside_rope(values, x) if of_rope else values
 
-    rounded = e4m3.rounded(q, -1)
+    rounded = e4m3.rounded(q, e4m3.unit_of(q, axes=-1))
     rounded = e4m3.queries_beside_rope(rounded, q) if of_rope else rounded
     return rounded, *(None if x is None else of_keys(x) for x in keys)
 

@@ -106,7 +106,7 @@ def code(text: str) -> str:
 
 def digest(variant: Variant, root: Path = ROOT) -> str:
     """Names everything that a variant's cubin depends on, of the sources below `root`."""
-    content = hashlib.sha256(f"{variant} {variant.layout}\n{toolchain()}\n".encode())
+    content = hashlib.sha256(f"{variant.identity} {variant.layout}\n{toolchain()}\n".encode())
     for source in sorted(modules(variant.module, root) | modules("kernels.aot", root)):
         content.update(f"{source.relative_to(root)} {code(source.read_text())}\n".encode())
     return content.hexdigest()

@@ -29,8 +29,8 @@ PACKAGE = Path(__file__).parents[1] / "jax_dsv4_fmha" / "_host"
 
 def described(variant: Variant) -> Record:
     """What Python knows of a variant without its cubin."""
-    named = ("key", "op", "family", "arch", "choices", "splits", "evidence")
-    return {name: getattr(variant, name) for name in named}
+    named = ("family", "arch", "choices", "splits", "evidence")
+    return {"key": variant.key, "op": variant.name} | {name: getattr(variant, name) for name in named}
 
 
 def committed(variants: Sequence[Variant]) -> dict[Path, str]:
@@ -76,7 +76,7 @@ def cubins(shipped: Sequence[Variant], records: Mapping[str, Record], manifest: 
         blobs.append(f'DSV4_FMHA_EMBED({key}, "{(out / f"{key}.cubin").resolve()}")  // {record["sha256"]}')
         choices = ", ".join(f".{name} = {_literal(name, value)}" for name, value in variant.choices.items())
         row = {
-            "op": f'"{variant.op}"',
+            "op": f'"{variant.name}"',
             "arch": f'"{variant.arch}"',
             "choices": f"{_struct(variant)}Choices{{{choices}}}",
             "layout": f"&{_layout_name(variant)}",

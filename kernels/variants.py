@@ -8,12 +8,12 @@ from .abi import (
     ANY,
     BOUNDS,
     BY_COLUMNS,
-    E4M3,
+    FEW_HEADS,
+    FP8,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
-    SPAN_OF_FEW_HEADS,
-    TURNING,
-    TURNING_GRADIENTS,
+    ROPE,
+    ROTARY,
     Combine,
     FewRowsProduct,
     Forward,
@@ -25,6 +25,7 @@ from .abi import (
     KvInsert,
     MhaBackward,
     MlaBackward,
+    Mode,
     NormRope,
     Probabilities,
     Rope,
@@ -66,9 +67,12 @@ def plain(arch: str) -> tuple[Variant, ...]:
         ),
         TopK("indexer_topk", arch, f"{PLAIN}.topk.kernel", max_topk=2048),
         TopK("indexer_topk", arch, f"{PLAIN}.topk.shared_row", max_topk=2048, max_rows=60),
-        *(Rope(op, arch, f"{PLAIN}.rope.{op}", 64, "bfloat16") for op in ("rope", "rope_hadamard")),
-        IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", 64, "bfloat16"),
-        *(NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, 64, "bfloat16") for op in ("norm_rope", "norm_rope_bwd")),
+        *(Rope(op, arch, f"{PLAIN}.rope.{op}", ROPE, "bfloat16") for op in ("rope", "rope_hadamard")),
+        IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", ROPE, "bfloat16"),
+        *(
+            NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, ROPE, "bfloat16")
+            for op in ("norm_rope", "norm_rope_bwd")
+        ),
         *(
             KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 512, "bfloat16", packing, pooled, running=running)
             for packing in ("", "v4_fp8", "v41_fp8", "v4_fp4")
@@ -97,8 +101,12 @@ VARIANTS: tuple[Variant, ...] = (
         for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
         for op in MLA_OPS
     ),
-    *(Forward(op, "sm_90a", MLA, 512, "bfloat16") for op in TURNING),
-    *(Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16") for op in E4M3),
+    *(Forward(op, "sm_90a", MLA, 512, "bfloat16", mode=ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),
+    *(
+        Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16", mode=Mode(precision=precision))
+        for precision in FP8
+        for op in ("csa_fwd", "hca_fwd")
+    ),
     *(
         KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)
         for rope in (False, True)
@@ -118,7 +126,7 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
-        Forward(SPAN_OF_FEW_HEADS, "sm_90a", MLA_FEW_HEADS_SPANS, 512, "bfloat16", max_heads=heads)
+        Forward("mla_span_fwd", "sm_90a", MLA_FEW_HEADS_SPANS, 512, "bfloat16", max_heads=heads, mode=FEW_HEADS)
         for heads in (8, 16, 32)
     ),
     *(
@@ -129,9 +137,12 @@ VARIANTS: tuple[Variant, ...] = (
         if (arch, packing, heads) != ("sm_100f", "v4_fp4", 64)  # where more heads have no other kernel
     ),
     # few queries in the canonical order of sums: keys are shared out, and then columns
-    *(RowScores(op, "sm_90a", MLA_SCORES, 512, "bfloat16") for op in BY_COLUMNS),
     *(
-        RowScores("dsv4_decode_by_columns", "sm_90a", MLA_SCORES, 512, "bfloat16", packing)
+        RowScores(op, "sm_90a", MLA_SCORES, 512, "bfloat16", mode=BY_COLUMNS)
+        for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")
+    ),
+    *(
+        RowScores("dsv4_decode", "sm_90a", MLA_SCORES, 512, "bfloat16", packing, mode=BY_COLUMNS)
         for packing in PACKED_SOURCES
     ),
     RowColumns("row_columns", "sm_90a", MLA_COLUMNS, 512, "bfloat16"),
@@ -141,10 +152,13 @@ VARIANTS: tuple[Variant, ...] = (
         for op in MLA_GRADIENTS
     ),
     *(
-        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", max_heads=ANY if op.startswith("hca") else 64)
-        for op in TURNING_GRADIENTS
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", max_heads=heads, mode=ROTARY)
+        for op, heads in (("mla_span_bwd", 64), ("csa_bwd", 64), ("hca_bwd", ANY))
     ),
-    *(MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", deterministic=True) for op in BOUNDS),
+    *(
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", deterministic=True, mode=BOUNDS)
+        for op in MLA_GRADIENTS
+    ),
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", deterministic=deterministic, max_heads=64)

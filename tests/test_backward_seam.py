@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import Span, dot_product_attention, dsv4_attention, fmha, sparse_fmha
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels.abi import BACKWARD_OPS, BOUNDS, TURNING_GRADIENTS
+from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in TARGETS]
@@ -84,8 +84,7 @@ def test_a_gradient_takes_the_kernel(op, transform):
 
 def test_every_target_is_taken():
     dense = {"mha_bwd", "mha_bwd_shared_kv"}
-    turned = {*TURNING_GRADIENTS}  # tests/test_dsv4.py
-    assert {name for _, _, wanted in OPS.values() for name in wanted} == {*BACKWARD_OPS, *dense} - turned - {*BOUNDS}
+    assert {name for _, _, wanted in OPS.values() for name in wanted} == {*BACKWARD_OPS, *dense}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jax_dsv4_fmha import (
     fmha,
     sparse_fmha,
 )
+from jax_dsv4_fmha._dispatch import plan
 from jax_dsv4_fmha._host import attention as attention_calls
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.split_kv import columns_pay
@@ -81,7 +82,7 @@ def custom_call(f, **how):
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
     jax.clear_caches()
-    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: False)
+    monkeypatch.setattr(plan, "columns_pay", lambda *_: False)
     op, f = CALLS[name]
     call = custom_call(f, batch_invariant=True)
     assert f"@dsv4_fmha_{op}(" in call and f"order = {attention_calls.ORDER} : i64" in call
@@ -93,7 +94,7 @@ def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
 def test_few_queries_share_out_keys_and_then_columns(hopper, monkeypatch, name):
     """Of d 512 with more than 32 heads; spans are gathered then."""
     jax.clear_caches()  # of what was traced with other choices
-    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: True)
+    monkeypatch.setattr(plan, "columns_pay", lambda *_: True)
     op, f = CALLS[name]
     op = {"mla_span_fwd": "csa_fwd", "hca_fwd": "csa_fwd"}.get(op, op)
     call = custom_call(f, batch_invariant=True)

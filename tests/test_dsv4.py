@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
+from jax_dsv4_fmha._dispatch.rope import normed_then_rotated, rotated
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._ops.rope import normed_then_turned, turned
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
@@ -362,6 +363,41 @@ def test_a_turn_that_does_not_fit(turn, message):
         dsv4_attention(q, w, **turn)
 
 
+def loss_of_table(f, **how):
+    """A number that depends on all of o and lse, of q and a table."""
+    q, w, _, sink = operands()
+
+    def loss(q, table):
+        o, lse = f(q, w, sink=sink, **how, rope_table=table)
+        return (o * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + jnp.sin(3 * lse).sum()
+
+    return loss, (q, TURN["rope_table"])
+
+
+@pytest.mark.parametrize("eps", [None, 0.1])
+def test_the_reference_has_every_derivative_in_a_table(eps):
+    """Those of finite differences, in both modes, and the second ones."""
+    loss, x = loss_of_table(dsv4_attention, norm_eps=eps, implementation="reference")
+    check_grads(loss, x, order=2, modes=["fwd", "rev"], atol=3e-2, rtol=3e-2, eps=1e-2)
+
+
+@pytest.mark.parametrize("eps", [None, 0.1])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, jax.checkpoint])
+def test_elsewhere_a_derivative_in_a_table_is_an_error(outer, eps):
+    """And one in q alone is none, also where the table is traced."""
+    loss, (q, table) = loss_of_table(dsv4_attention, norm_eps=eps)
+    loss = outer(loss)
+    says = r"^dsv4_attention: gradient: got a derivative in rope_table, wanted jax.lax.stop_gradient\(rope_table\), or"
+    with pytest.raises(NotImplementedError, match=says):
+        jax.grad(loss, argnums=1)(q, table)
+    with pytest.raises(NotImplementedError, match=says):
+        jax.jvp(functools.partial(loss, q), (table,), (table,))
+    want, _ = loss_of_table(dsv4_attention, norm_eps=eps, implementation="reference")
+    got = jax.jit(jax.grad(lambda q, table: loss(q, jax.lax.stop_gradient(table)), (0, 1)))(q, table)
+    np.testing.assert_allclose(got[0], jax.grad(want)(q, table), rtol=1e-4, atol=1e-5)
+    assert not got[1].any()
+
+
 def large(h, dtype, s=7, kinds=""):
     """Operands of d 512 with a turn of 64 dimensions, for a window alone, or with entries: all, or chosen ones."""
     rng = np.random.default_rng(1)
@@ -382,9 +418,9 @@ def large(h, dtype, s=7, kinds=""):
 def in_passes(x, how):
     """The same attention by passes of their own."""
     plain = {name: y for name, y in how.items() if name not in ("rope_table", "norm_eps")}
-    q = normed_then_turned(x["q"], how["rope_table"], how["norm_eps"])
+    q = normed_then_rotated(x["q"], how["rope_table"], how["norm_eps"])
     o, lse = dsv4_attention(**(x | {"q": q}), **plain)
-    return turned(o, how["rope_table"], -1), lse
+    return rotated(o, how["rope_table"], -1), lse
 
 
 OF_KINDS = {"": "mla_span_fwd", "all": "hca_fwd", "chosen": "csa_fwd"}

@@ -3,6 +3,7 @@ built.
 """
 
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -140,6 +141,46 @@ def test_error(op, wrong, error, message):
         call(op, **{**CALLS[op], **wrong})
     assert type(raised.value) is error
     assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)  # all of one kernel here
+
+
+INDEXER_Q, INDEXER_K, WEIGHTS = array(B, S_Q, H_Q, D), KV, array(B, S_Q, H_Q, dtype=jnp.float32)
+INDEXER = {"q": INDEXER_Q, "k": INDEXER_K, "weights": WEIGHTS, "ratio": 4}
+MORE_CALLS: dict[str, dict[str, Any]] = {
+    "lightning_indexer": INDEXER | {"topk": 2},
+    "indexer_blocks": INDEXER | {"count": 2},
+    "indexer_scores": {"q": INDEXER_Q, "k": INDEXER_K, "weights": WEIGHTS, "indices": INDICES},
+    "indexer_loss": INDEXER | {"attention_q": Q, "kv": KV, "lse": WEIGHTS},
+    "head_summed_probabilities": {"q": Q, "kv": KV, "lse": WEIGHTS, "indices": INDICES},
+}
+"""Valid operands of the other public ops."""
+
+OPTIONS = [
+    (op, name, parameter.default)
+    for op in CALLS | MORE_CALLS
+    for name, parameter in inspect.signature(getattr(lib, op)).parameters.items()
+    if isinstance(parameter.default, bool) or name == "implementation"
+]
+"""Options of all public ops that are a bool, and which implementation."""
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("op, name, default", OPTIONS)
+def test_options_are_checked_before_paths_part(op, name, default, implementation):
+    """The same error, whatever runs in the end, also where there is nothing to choose from."""
+    given = (CALLS | MORE_CALLS)[op] | {"implementation": implementation}
+    few = [given, given | {"k": KV[:, :0]}] if op == "lightning_indexer" else [given]
+    for operands in few:
+        for wrong in ("yes", 1, None) if isinstance(default, bool) else ("yes",):
+            with pytest.raises(
+                (TypeError, ValueError), match=f"^{op}: {name}: got '?{wrong}'?, wanted (a bool|None or)"
+            ):
+                call(op, **operands | {name: wrong})
+
+
+@pytest.mark.parametrize("name, wrong", [("block", 0), ("ratio", 1.5), ("q_offset", "first"), ("blocks", KV)])
+def test_options_of_a_choice_from_nothing(name, wrong):
+    with pytest.raises((TypeError, ValueError), match=f"^lightning_indexer: {name}: got "):
+        call("lightning_indexer", **MORE_CALLS["lightning_indexer"] | {"k": KV[:, :0], name: wrong})
 
 
 @pytest.mark.parametrize(

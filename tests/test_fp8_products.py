@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 
 from interpreter.kernels import attention
-from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache
-from jax_dsv4_fmha._definitions import e4m3
-from jax_dsv4_fmha._dispatch import attend, products, tables
+from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, quantize_indexer
+from jax_dsv4_fmha._definitions import e4m3, packed
+from jax_dsv4_fmha._definitions.packed import LAYOUTS
+from jax_dsv4_fmha._dispatch import attend, plan
+from jax_dsv4_fmha._dispatch.modes.fp8_products import Fp8Products
 from jax_dsv4_fmha._host import key_codes
+from jax_dsv4_fmha._host.mode import name_of
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, from_config
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
 from tests import hopper_e4m3, retrieval
-from tests.helpers import assert_right
+from tests.helpers import assert_right, normal
 
 E4M3_PRODUCTS, BF16_ROPE = e4m3.PRODUCTS
 ROPE = e4m3.ROPE
@@ -210,11 +213,66 @@ def test_what_there_are_no_such_products_for():
 
 def test_there_is_no_gradient():
     args, how = operands()
-    with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
+    says = "gradient: got a call to differentiate, wanted stop_gradient around it, or products=None, or implementation="
+    with pytest.raises(NotImplementedError, match=says):
         jax.grad(lambda q: by_e4m3(q, *args[1:], **how)[0].astype(jnp.float32).sum())(args[0])
     args, how = chunk()
-    with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
+    with pytest.raises(NotImplementedError, match=says):
         jax.grad(lambda q: chunk_by_e4m3(q, *args[1:], **how)[0].astype(jnp.float32).sum())(args[0])
+
+
+def weighted(o, lse):
+    return (o.astype(jnp.float32) * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + jnp.sin(lse).sum()
+
+
+@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+def test_the_reference_has_a_gradient_as_if_nothing_were_rounded(products):
+    """That of bfloat16 products within what is rounded; it grows with the loss, however small or great that is."""
+    (q, w, c), how = operands(d=128)
+    args = q, w, c, how.pop("sink")
+
+    def loss(size, chosen):
+        def f(q, w, c, sink):
+            o = dsv4_attention(q, w, c, sink=sink, **how, products=chosen, implementation="reference")
+            return size * weighted(*o)
+
+        return f
+
+    got = jax.grad(loss(1.0, products), range(4))(*args)
+    for x, want in zip(got, jax.grad(loss(1.0, None), range(4))(*args), strict=True):
+        assert 0.002 < relative(x, want) < 0.15
+    for size in (2.0**-40, 2.0**40):
+        for x, y in zip(jax.grad(loss(size, products), range(4))(*args), got, strict=True):
+            np.testing.assert_array_equal(x, y * size)
+    pushed = jax.jvp(loss(1.0, products), args, tuple(map(jnp.ones_like, args)))[1]
+    np.testing.assert_allclose(pushed, sum(x.astype(jnp.float32).sum() for x in got), rtol=1e-2)
+
+
+@pytest.mark.parametrize("round", [*LAYOUTS, "weights", "rounded"])
+def test_no_rounding_rounds_cotangents(round):
+    """The derivative of every rounding of ours is that of what it rounds, in both modes."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 128)), jnp.float32)
+    lse = jnp.ones(3)
+    rounds, exact = {
+        "weights": (lambda x: e4m3.weights(x, lse), lambda x: jnp.exp(x - lse[:, None])),
+        "rounded": (lambda x: e4m3.rounded(x, e4m3.unit_of(x, axes=-1)), lambda x: x),
+    }.get(round, (lambda x: packed.rounded(x, round), lambda x: x))
+    assert (rounds(x) != exact(x)).mean() > 0.5
+    for size in (1e-20, 1.0, 1e20):
+        dy = size * jnp.cos(jnp.arange(x.size, dtype=jnp.float32).reshape(x.shape))
+        for of in (lambda f: jax.vjp(f, x)[1](dy)[0], lambda f: jax.jvp(f, (x,), (dy,))[1]):  # noqa: B023
+            np.testing.assert_allclose(of(rounds), of(exact), rtol=2e-5)
+
+
+def test_codes_of_a_choice_have_no_gradient():
+    q, k, weights = (normal(i, *x) for i, x in enumerate([(1, 4, 2, 128), (1, 3, 128), (1, 4, 2)]))
+
+    def loss(q, k, weights):
+        q, k, weights, scale = quantize_indexer(q, k, weights)
+        return sum(x.astype(jnp.float32).sum() for x in (q, k, weights, scale))
+
+    of_q, of_k, of_weights = jax.grad(loss, (0, 1, 2))(q, k, weights)
+    assert not of_q.any() and not of_k.any() and of_weights.all()
 
 
 chunk_by_e4m3 = functools.partial(dsv4_decode, products=E4M3_PRODUCTS)
@@ -429,13 +487,14 @@ def modelled(**how):
     """Calls of the kernel are of `hopper_e4m3` in this context, with the same operands. o is complex, with half of its
     interval as the imaginary part."""
 
-    def by_model(q, sources, sink, scale, chosen):
-        parts, units = products._in_codes(sources, q.shape[0], rope=chosen == BF16_ROPE)
-        row = tables.BY_PRODUCTS[chosen][tuple(kind for source in sources for kind in source.kinds)]
-        made = hopper_e4m3.OF_OP[row.op](q, *row.operands(*parts), sink, units, scale=scale, **how)
+    def run(launch, q, scale):
+        made = hopper_e4m3.OF_OP[name_of(launch.op, launch.mode)](q, *launch.operands, scale=scale, **how)
         return jax.lax.complex(made.o, made.slack), made.lse
 
-    with mock.patch.object(products, "by_kernel", by_model), mock.patch.object(products, "definition", by_model):
+    def definition(mode, inner):
+        return lambda q, sources, sink, scale: plan.launch(q, sources, [mode], sink).run(q, scale)
+
+    with mock.patch.object(plan.Launch, "run", run), mock.patch.object(Fp8Products, "definition", definition):
         attend._ops.cache_clear()
         yield
     attend._ops.cache_clear()

@@ -103,6 +103,17 @@ def placed(kind, xs, mesh, batch=None, heads=None, sequence=None):
     return params, put(mesh, x, batch, sequence), jax.tree.map(lambda x: put(mesh, x, batch), cache), shared, at
 
 
+@pytest.mark.parametrize("call, axes", [*((call, None) for call in CALLS), ("gradient", "Explicit")])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_no_tracer_leaks(kind, call, axes):
+    """Nothing that an equation keeps knows a traced array, on one device and over the devices of a mesh."""
+    xs = operands(kind, call)
+    if axes:
+        xs = placed(kind, xs, mesh_of(axes), **SHARDED["sequence"])
+    with jax.checking_leaks():
+        jax.make_jaxpr(called(kind, call))(*xs)
+
+
 def moved(kind, call, how, axes="Auto", packed=False):
     """The elements that each kind of collective moves, by docs/layers.md."""
     layer, (params, x, *_) = layers()[kind], operands(kind, call)

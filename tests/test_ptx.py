@@ -14,7 +14,7 @@ from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
 from interpreter.machine import scheduler
-from kernels.abi import ANY, TO_E4M3, Combine, Forward
+from kernels.abi import ANY, Combine, Forward
 from kernels.packings import PACKED
 from kernels.variants import typical
 
@@ -35,7 +35,7 @@ QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("t
 
 def marked(key: str, case: str, is_slow: bool = False) -> Any:
     variant = native.variant_of(key)
-    is_slow |= variant.turns and case not in QUICK[TO_E4M3.get(variant.op, variant.op)]
+    is_slow |= variant.turns and case not in QUICK[variant.name]
     is_slow |= variant.is_e4m3 and case == "mixed"
     return pytest.param(key, case, marks=pytest.mark.slow) if is_slow else (key, case)
 
@@ -54,7 +54,7 @@ def operands(key: str, case: str) -> attention.Operands:
     k = kernel(key)
     x = cases.operands(k.variant, k.facts["tile_n"], case)
     if x is None:
-        pytest.skip(f"{case} is no case of {k.variant.op}")
+        pytest.skip(f"{case} is no case of {k.variant.name}")
     return x
 
 
@@ -173,9 +173,9 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     poisoned[:, bad] = np.nan
     spoilt_window = dataclasses.replace(window, k=poisoned, v=poisoned)
     if x.units is not None:
-        spoilt_window = attention.as_codes(spoilt_window, x.units, x.op)
+        spoilt_window = attention.as_codes(spoilt_window, x.units, x.keeps_rope)
     spoilt = dataclasses.replace(x, sources=(spoilt_window, entries))
-    (want, *_), (got, *_) = (launch(k, y, processors=1).run() for y in (x, spoilt))
+    (want, _), (got, _) = (launch(k, y, processors=1).run() for y in (x, spoilt))
     o = got.astype(np.float32)
     assert np.isnan(o[:, sees]).all()
     np.testing.assert_array_equal(o[:, ~sees], want.astype(np.float32)[:, ~sees])

@@ -17,7 +17,7 @@ from interpreter.kernels import attention, gradients, mla_backward, native
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
-from kernels.abi import BOUNDS, MlaBackward
+from kernels.abi import MlaBackward
 
 BUILT = [v.key for v in native.built(MlaBackward) if v.arch == "sm_90a"]
 ALL_KEYS = 1 << 30  # a width
@@ -54,9 +54,9 @@ RUNS = [run for run in TURNING if run[0] in BUILT] + [
     for v in map(native.variant_of, BUILT)
     for case in SHAPES
     if (not v.turns and not v.deterministic and (case != "groups" or v.op == "mla_span_bwd") and not is_like(v, case))
-    or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
-    or (v.deterministic and (BOUNDS.get(v.op, v.op), case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns")))
-    or (v.bounds and (v.op, case) in (("mla_sparse_bounds", "few"), ("hca_bounds", "window")))
+    or ((v.name, case) == ("csa_bwd", "few") and not v.deterministic)
+    or (v.deterministic and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns")))
+    or (v.bounds and (v.op, case) in (("mla_sparse_bwd", "few"), ("hca_bwd", "window")))
 ]
 
 

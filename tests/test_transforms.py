@@ -60,6 +60,16 @@ def test_a_derivative_forward_is_refused(where):
 
 
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", OPS)
+def test_no_tracer_leaks(name):
+    """Nothing that an equation keeps knows a traced array: forward and backward, mapped."""
+    x = OPS[name].operands()
+    f, _, trained = functions(OPS[name], x)
+    with jax.checking_leaks():
+        jax.make_jaxpr(jax.vmap(jax.grad(loss(f), trained)))(*(jnp.stack([y, y]) for y in x.values()))
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("op", ["indexer_scores", "indexer_loss"])
 def test_so_of_what_the_indexer_learns_by(op):
     """Forward derivatives and second ones are refused; gradients go through vmap on either side."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_dsv4_fmha._definitions.e4m3 import ROPE, SCALED
+from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import KEEPING_ROPE, TURNING, Forward, MlaBackward
+from kernels.abi import BF16_ROPE, PLAIN, Forward, MlaBackward, Mode
 from kernels.packings import PACKED
 
 from ..machine.state import Array
@@ -44,6 +44,12 @@ class Operands:
     sink: Array
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
     units: Array | None = None  # [b]: of the keys' codes, where products are of e4m3
+    mode: Mode = PLAIN
+
+    @property
+    def keeps_rope(self) -> bool:
+        """Whether RoPE's part of scores is of bfloat16 where other products are of e4m3."""
+        return self.mode.precision == BF16_ROPE
 
     def named(self) -> dict[str, Array]:
         """What a launch is handed, by the names of addresses."""
@@ -56,7 +62,7 @@ class Operands:
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         table = tuple(x for x in (self.table, self.units) if x is not None)
-        if TURNING.get(self.op, self.op) in ("mha_fwd", "mla_span_fwd"):
+        if self.op in ("mha_fwd", "mla_span_fwd") and not self.mode.order:
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
             return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink, *table
@@ -115,9 +121,6 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        if isinstance(variant, Forward) and variant.gives_codes:  # greatest numbers on both sides of a power of two
-            sizes = np.resize(np.repeat([1, 1.4, 0.6, 2.1], SCALED), d).astype(np.float32)
-            k = (k * sizes).astype(k.dtype)
         v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
         looked_at = any_query(seen[-1])
         if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
@@ -128,7 +131,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     units = None
     if isinstance(variant, Forward) and variant.is_e4m3:
         units = np.exp2(-np.arange(9, 9 + b)).astype(np.float32)  # so that of 0.125 some are beyond the range
-        sources = [as_codes(x, units, variant.op) for x in sources]
+        sources = [as_codes(x, units, variant.keeps_rope) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
     slots = {
@@ -143,15 +146,15 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     if variant.turns:
         angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)
         table = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(b, s_q, 64)
-    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, units)
+    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, units, variant.mode)
 
 
-def as_codes(keys: Keys, units: Array, op: str) -> Keys:
+def as_codes(keys: Keys, units: Array, keeps_rope: bool) -> Keys:
     """The same keys rounded to codes of e4m3, with NaN where no query looks."""
     units = units[:, None, None, None]
     codes = e4m3(keys.k.astype(np.float32) / units)
     v = (codes.astype(np.float32) * units).astype(keys.k.dtype)  # exactly
-    if op not in KEEPING_ROPE:
+    if not keeps_rope:
         return replace(keys, k=v, v=v, codes=codes[:, :, 0])
     rope = (keys.k[..., -ROPE:].astype(np.float32) / units).astype(keys.k.dtype)
     codes = np.concatenate([codes, rope.view(codes.dtype)], -1)
@@ -161,17 +164,6 @@ def as_codes(keys: Keys, units: Array, op: str) -> Keys:
 def e4m3(x: Array) -> Array:
     """x rounded; beyond 448 it is 448."""
     return np.clip(x, -448, 448).astype(np.dtype("float8_e4m3fn"))
-
-
-def scales_of(amax: Array) -> Array:
-    """The least power of two of which 448 times are not less than this greatest number, in float64."""
-    k = np.ceil(np.log2(np.maximum(amax, 1e-10) / 448))
-    return np.asarray(np.exp2(k))
-
-
-def in_blocks(x: Array) -> Array:
-    """Columns [..., d] as [..., blocks, SCALED]."""
-    return x.reshape(*x.shape[:-1], -1, SCALED)
 
 
 def beyond(x: Operands) -> Operands:
@@ -245,7 +237,7 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
         top = np.abs(x.q.astype(np.float64)).max(-1, keepdims=True)
         unit = np.exp2(np.floor(np.log2(top)) - 7)
         q = e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit
-        if x.op in KEEPING_ROPE:
+        if x.keeps_rope:
             q[..., -ROPE:] = x.q[..., -ROPE:].astype(np.float64)
         x = replace(x, q=q)
     b, s_q, h_q, d = x.q.shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kernels.abi import BY_COLUMNS, RowColumns, RowScores
+from kernels.abi import RowColumns, RowScores
 
 from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
@@ -19,7 +19,7 @@ LEFT = ("scores", "tops", "gathered", "counts")
 
 def typical(variant: RowScores) -> attention.Operands:
     """Two queries: one sees nothing, the other one more tiles of keys than the second kernel has places for."""
-    whole = f"{BY_COLUMNS[variant.op]}_{variant.arch}_d{variant.d}_{variant.dtype}" + f"_{variant.packing}".rstrip("_")
+    whole = f"{variant.op}_{variant.arch}_d{variant.d}_{variant.dtype}" + f"_{variant.packing}".rstrip("_")
     return attention.operands(native.variant_of(whole), b=1, s_q=2, h_q=33, s_kv=230, s_kv1=90, topk=64 * 13)
 
 

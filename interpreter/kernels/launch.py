@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jax_dsv4_fmha._definitions.e4m3 import SCALED
 from kernels import build
-from kernels.abi import TO_E4M3, Combine, Forward, Variant
+from kernels.abi import Combine, Forward, Variant
 from kernels.tables import Record
 
 from ..machine import scheduler
@@ -148,12 +147,8 @@ def parts_of(x: attention.Operands) -> dict[str, int]:
 
 
 def outputs_of(x: attention.Operands) -> dict[str, Array]:
-    """The outputs of attention: o and lse; or codes of o, lse, and the scales of the codes."""
-    results = {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
-    if x.op not in TO_E4M3:
-        return results
-    scales = np.empty((*x.q.shape[:-1], x.shape.d // SCALED), np.float32)
-    return results | {"o": np.empty(x.q.shape, np.dtype("float8_e4m3fn")), "o_parts": scales}
+    """The outputs of attention."""
+    return {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
 
 
 def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, int]:

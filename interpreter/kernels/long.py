@@ -32,7 +32,7 @@ def operands(
     x = attention.operands(variant, width=None, s_kv=s_kv, s_kv1=s_kv1, **extents)
     sources = [all_seen(s, kind, n) for s, kind, n in zip(x.sources, variant.sources, seen, strict=False)]
     if x.units is not None:
-        sources = [attention.as_codes(s, x.units, x.op) for s in sources]
+        sources = [attention.as_codes(s, x.units, x.keeps_rope) for s in sources]
     return dataclasses.replace(x, sources=tuple(sources))
 
 

@@ -1,4 +1,4 @@
-"""Products of e4m3: how q, keys and the softmax's weights are rounded for them. And o, for a product that takes it so.
+"""Products of e4m3: how q, keys and the softmax's weights are rounded for them.
 
 e4m3 has 4 significant bits between 2**-6 and 448. So a unit that is a power of two, and of which the greatest number is
 between 128 and 256, loses nothing but what is below 2**-14 of that number, or of 2**-12 of a weight.
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .rounding import straight_through
+
 E4M3 = "float8_e4m3fn"
 BF16_ROPE = "float8_e4m3fn_bf16_rope"
 """the same, but for scores' products of RoPE's dimensions, which are of bfloat16"""
@@ -18,12 +20,10 @@ _TOP = 7  # log2 of the least that the greatest number is in its unit
 _LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
 _HEAD = 5  # log2 of the greatest weight, about
 
-SCALED = 128  # numbers of a row of o that share a scale, where it is codes
-_LEAST = 1e-10  # the least of their greatest number, so that zeros have a scale
-
 
 def unit_of(*xs: jax.Array, axes: Any) -> jax.Array:
-    """A power of two, float32, for all finite numbers along these axes, which stay, with size 1."""
+    """A power of two, float32, for all finite numbers along these axes, which stay, with size 1. It has no gradient."""
+    xs = jax.lax.stop_gradient(xs)
     most = [jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), 0), axes, keepdims=True) for x in xs]
     _, exponent = jnp.frexp(jnp.max(jnp.stack(most), 0))  # most = m 2**exponent, with 0.5 <= m < 1
     return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1, _LEAST_EXPONENT) - _TOP)
@@ -31,8 +31,17 @@ def unit_of(*xs: jax.Array, axes: Any) -> jax.Array:
 
 def codes(x: jax.Array, unit: jax.Array) -> jax.Array:
     """x / unit as e4m3; beyond 448 it is 448, and infinities are NaN."""
+    return _as_codes(_in_range(x, unit))
+
+
+def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
+    """x as its codes mean it, in float32, with the derivative of x."""
+    return _as_e4m3(_in_range(x, unit)) * unit
+
+
+def _in_range(x: jax.Array, unit: jax.Array) -> jax.Array:
     scaled = x.astype(jnp.float32) / unit
-    return _as_codes(jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -448, 448), jnp.nan))
+    return jnp.where(jnp.isfinite(scaled), jnp.clip(scaled, -448, 448), jnp.nan)
 
 
 def _as_codes(x: jax.Array) -> jax.Array:
@@ -40,10 +49,10 @@ def _as_codes(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x.astype(E4M3))
 
 
-def rounded(x: jax.Array, axes: Any) -> jax.Array:
-    """x as its codes mean it, in float32."""
-    unit = unit_of(x, axes=axes)
-    return codes(x, unit).astype(jnp.float32) * unit
+@straight_through()
+def _as_e4m3(x: jax.Array) -> jax.Array:
+    """x, float32, rounded to e4m3."""
+    return _as_codes(x).astype(jnp.float32)
 
 
 def queries_beside_rope(q: jax.Array, given: jax.Array) -> jax.Array:
@@ -63,20 +72,8 @@ def _rope_of(x: jax.Array) -> jax.Array:
 
 
 def weights(logits: jax.Array, lse: jax.Array) -> jax.Array:
-    """exp(logits - lse), rounded in a power of two for each row."""
+    """exp(logits - lse), rounded in a power of two for each row, with the derivative of exp(logits - lse)."""
     log2_e = 1.4426950408889634
     shift = jnp.round(lse * log2_e) - _HEAD
     p = jnp.exp2(logits * log2_e - shift[..., None])
-    return _as_codes(p).astype(jnp.float32) * jnp.exp2(shift - lse * log2_e)[..., None]
-
-
-def scaled_codes(x: jax.Array, *, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """x `[..., d]` as e4m3, and float32 scales `[..., blocks]`, one for every d / blocks neighbouring numbers: the
-    least power of two of which 448 times are not less than the greatest of them, or than 1e-10. A NaN stays one, and
-    does not count for the scale.
-    """
-    rows = x.astype(jnp.float32).reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks)
-    most = jnp.max(jnp.where(jnp.isnan(rows), 0, jnp.abs(rows)), -1, keepdims=True)
-    mantissa, exponent = jnp.frexp(jnp.maximum(most, _LEAST))  # of which 448 is 0.875 2**9
-    scale = jnp.ldexp(jnp.float32(1), jnp.where(jnp.isinf(most), 129, exponent + (mantissa > 0.875)) - 9)
-    return _as_codes(jnp.clip(rows / scale, -448, 448)).reshape(x.shape), scale[..., 0]
+    return _as_e4m3(p) * jnp.exp2(shift - lse * log2_e)[..., None]

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _check
+from .rounding import straight_through
 
 D = 512
 
@@ -192,8 +193,10 @@ def _times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) times 1 / 448."""
-    x = _as_rounded(x)
+    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) times 1 / 448. They have no
+    gradient, as the choice that is made by them.
+    """
+    x = lax.stop_gradient(_as_rounded(x))
     scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) * (1 / _E4M3_MAX)  # as XLA divides by a constant
     codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
     return codes.astype(jnp.float8_e4m3fn), scale
@@ -294,7 +297,7 @@ LAYOUTS = {
 V4_FP8 = "v4_fp8"
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@straight_through(1, 2)
 def rounded(x: jax.Array, layout: str, plain: int = 0) -> jax.Array:
     """x `[…, n]` with the numbers that its codes and scales have in a layout, in x's dtype; the gradient passes.
 
@@ -311,11 +314,6 @@ def codes_of(x: jax.Array, layout: str) -> Parts:
     how, (*batch, n) = LAYOUTS[layout], x.shape
     codes, scales = how.encode_groups(_as_rounded(x).reshape(*batch, n // how.group, how.group))
     return codes.reshape(*batch, n * how.bits // 8), scales
-
-
-@rounded.defjvp
-def _straight_through(layout: str, plain: int, primals: Parts, tangents: Parts) -> tuple[jax.Array, jax.Array]:
-    return rounded(primals[0], layout, plain), tangents[0]
 
 
 def layout_of(op: str, name: Any) -> Layout:

@@ -66,6 +66,12 @@ def without_gradient(call: Call, *operands: jax.Array) -> Arrays:
     return Differentiable(call, None)(*operands)
 
 
+def constant(x: jax.Array, op: str, name: str) -> jax.Array:
+    """x, an operand of `op` by this name; asking for a derivative in it raises an error, in either mode."""
+    same: jax.Array = _constant.bind(x, op=op, name=name)
+    return same
+
+
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
 def _call(f: Differentiable, *operands: jax.Array) -> Arrays:
     if isinstance(f.forward, Call):
@@ -147,6 +153,22 @@ _tangent.def_impl(_no_tangent)
 ad.deflinear2(_tangent, lambda cotangent, *_, **__: [cotangent])
 batching.primitive_batchers[_tangent] = _no_tangent
 mlir.register_lowering(_tangent, _no_tangent, cacheable=False)
+
+
+def _jvp_of_constant(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str, name: str) -> Any:
+    (x,), (t,) = primals, tangents
+    if not isinstance(t, ad.Zero):
+        wanted = f"jax.lax.stop_gradient({name}), or implementation='reference', which has all derivatives"
+        raise _check.error(NotImplementedError, op, "gradient", f"a derivative in {name}", wanted)
+    return x, t
+
+
+_constant = Primitive("dsv4_fmha_constant")
+_constant.def_abstract_eval(lambda x, **_: x)
+_constant.def_impl(lambda x, **_: x)
+ad.primitive_jvps[_constant] = _jvp_of_constant
+batching.primitive_batchers[_constant] = lambda xs, axes, **of: (_constant.bind(*xs, **of), *axes)
+mlir.register_lowering(_constant, lambda _, x, **__: [x])
 
 
 def _no_derivative(op: str) -> Exception:

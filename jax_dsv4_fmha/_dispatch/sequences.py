@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -177,20 +177,27 @@ def _moved_on_mesh(axis: int, by: int, *xs: jax.Array) -> Arrays:
         return on_explicit_axes(lambda *xs, is_partial: run(*xs), mesh, where, where, xs)
     if not _has_auto_axes_alone(first):
         return plain(*xs)
+    moved: Arrays = _partitioned(plain, axis, len(xs), first.ndim)(*xs)
+    return moved
+
+
+def _partitioned(move: Callable[..., Arrays], axis: int, count: int, ndim: int) -> Callable[..., Arrays]:
+    """`move` of so many arrays along an axis that XLA's partitioner may split. An equation keeps its functions, so none
+    of them may know an array.
+    """
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         spec = _spec(arguments[0], mesh)
         mesh_axes = spec[axis] or ()
-        where = (NamedSharding(mesh, P(*spec)),) * len(xs)
+        where = (NamedSharding(mesh, P(*spec)),) * count
         shards = math.prod(mesh.shape[a] for a in mesh_axes)
-        return mesh, functools.partial(plain, mesh_axes=mesh_axes, shards=shards), where, where
+        return mesh, functools.partial(move, mesh_axes=mesh_axes, shards=shards), where, where
 
-    op = custom_partitioning(lambda *xs: plain(*xs))
-    term = " ".join(f"a{i}" for i in range(first.ndim))
-    terms = ", ".join([term] * len(xs))
+    op: Any = custom_partitioning(lambda *xs: move(*xs))
+    terms = ", ".join([" ".join(f"a{i}" for i in range(ndim))] * count)
     op.def_partition(partition, decode_shardings=False, sharding_rule=f"{terms} -> {terms}")
-    moved: Arrays = op(*xs)
-    return moved
+    run: Callable[..., Arrays] = op
+    return run
 
 
 def _moved_on_device(axis: int, by: int, *xs: jax.Array, mesh_axes: tuple[str, ...] = (), shards: int = 1) -> Arrays:

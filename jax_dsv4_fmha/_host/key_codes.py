@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from . import library
-from .call import call
+from .call import call, extent
 
-D, ROPE = 512, 64
+D, WITH_ROPE = extent("key_codes", "keys"), extent("csa_fwd_e4m3_bf16_rope", "window_kv")
+"""bytes of a key's codes, alone and with RoPE's numbers in bfloat16 after them"""
 
 
 def key_codes(
@@ -25,7 +26,7 @@ def key_codes(
     """
     b, n = slots.shape
     results = (
-        jax.ShapeDtypeStruct((b, n, D + 2 * ROPE * rope), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((b, n, WITH_ROPE if rope else D), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((b, -(-n // _keys_of_a_cta(packing))), jnp.int32),
         jax.ShapeDtypeStruct(top.shape, top.dtype),
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.span import Span
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SpanSource
 
 
@@ -71,6 +72,7 @@ def fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
+    _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     if span is None:
         span = Span(0, jnp.int32(dims["s_kv"]))
@@ -83,5 +85,5 @@ def fmha(
     source = SpanSource(k, start, stop, v, names, width=span.width, from_first=span.is_from_first)
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        modes=canonical_order.wanted(batch_invariant),
     )  # fmt: skip

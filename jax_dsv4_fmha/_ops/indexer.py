@@ -91,14 +91,17 @@ def lightning_indexer(
     op = "lightning_indexer"
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
-    topk = _check.positive(op, "topk", topk)
-    if not isinstance(return_scores, bool):
-        raise _check.error(TypeError, op, "return_scores", return_scores, "a bool")
+    topk, block = _check.positive(op, "topk", topk), _check.positive(op, "block", block)
+    _check.flags(op, from_start=from_start, return_scores=return_scores)
+    _check.implementation(op, implementation)
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
+    if blocks is not None:
+        blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
+        _ascending(op, blocks)
     if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
+        visible(op, dims | {"s_c": 0}, ratio, q_offset, lengths, span)
         indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
         return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
-    block = _check.positive(op, "block", block)
     chosen_by = {"heads": dims["h"], "dtype": q.dtype.name, **choices_of(k)}
 
     def judged() -> bool:
@@ -111,12 +114,9 @@ def lightning_indexer(
         in_pages = fit(k) and judged()
     keys = keys_of(op, k, k_scale, q.dtype, dims, in_pages)
     chosen_by = chosen_by if in_pages else chosen_by | choices_of(None)
-    _check.implementation(op, implementation)
     start, stop = visible(op, dims, ratio, q_offset, lengths, span)
     if blocks is not None:
-        blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         how = {"topk": topk, "block": block, "from_start": bool(from_start)}
-        _ascending(op, blocks)
         kernel = "indexer_scores_within"
         if not judged():
             kernel, chosen_by = "indexer_scores_at", {"heads": dims["h"], "dtype": q.dtype.name}
@@ -199,12 +199,13 @@ def indexer_blocks(
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     count, block = _check.positive(op, "count", count), _check.positive(op, "block", block)
+    _check.flags(op, from_start=from_start)
+    _check.implementation(op, implementation)
     how = {"count": count, "block": block, "from_start": bool(from_start)}
     chosen_by = {"heads": dims["h"], "dtype": q.dtype.name, **choices_of(k)}
     in_pages = fit(k) and two_levels.has_kernel(block, bool(from_start), **chosen_by)
     keys = keys_of(op, k, k_scale, q.dtype, dims, in_pages)
     chosen_by = chosen_by if in_pages else chosen_by | choices_of(None)
-    _check.implementation(op, implementation)
     start, stop = visible(op, dims, ratio, q_offset, lengths, span)
     archs = shipped_for_both("indexer_scores", count - 1, dims, **chosen_by)
     archs = archs if block in two_levels.BLOCKS else ()
@@ -223,7 +224,7 @@ def quantize_indexer(
     Each row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for
     each query and head, are multiplied into weights; they are positive, so they pass through ReLU. The scales of k are
     k_scale. Multiply the rows of q and k by a Hadamard matrix first, as DeepSeek-V4 does: it spreads outliers over all
-    of d.
+    of d. Codes and scales have no gradient, as the choice has none.
 
     Args:
       q: `[b, s_q, h, d]`, bfloat16, float16 or float32.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SelectionSource
 
 
@@ -61,6 +62,7 @@ def sparse_fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
+    _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     if implementation == "reference":
         return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
@@ -70,5 +72,5 @@ def sparse_fmha(
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        modes=canonical_order.wanted(batch_invariant),
     )  # fmt: skip

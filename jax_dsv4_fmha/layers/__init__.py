@@ -16,14 +16,7 @@ STEP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 are the same. On a CPU they change nothing. `jax.jit(layer.step, donate_argnums=2, …)` takes them as `compiler_options`.
 """
 
-GRADIENT_OPTIONS = {"xla_gpu_disable_async_collectives": "ALLREDUCE"}
-"""XLA's options for a jitted gradient whose parameters' gradients are summed over GPUs of one host: sums run between
-products. Beside a product, which fills the GPU, each makes the other wait, and both take longer. The results are the
-same. On a CPU they change nothing. `jax.jit` takes them as `compiler_options`.
-"""
-
 __all__ = [
-    "GRADIENT_OPTIONS",
     "STEP_OPTIONS",
     "Choice",
     "Compressor",

@@ -13,14 +13,14 @@ from jax import lax
 
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
-from .._definitions.rope import normed_and_turned, pairs_turned
+from .._definitions.rope import normed_and_rotated, rotated_pairs
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.rope import normed_then_rotated, rotated
 from .._dispatch.support import Support
 from .._host import few_rows_product as raw
 from .._host import library
-from .._ops.rope import normed_then_turned, turned
 from .compressor import product
 from .hadamard import hadamard
 
@@ -78,7 +78,7 @@ def query_heads(c: LowRank, w: jax.Array, table: jax.Array, eps: float | None, k
         return run(x, w[None], table, _squares(c))[0]
     assert c.squares is None
     q = jnp.einsum("bsr,rhd->bshd", x, w.astype(x.dtype))
-    return turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
+    return rotated(q, table, 1) if eps is None else normed_then_rotated(q, table, eps)
 
 
 def makes_index_query(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool) -> bool:
@@ -131,7 +131,7 @@ def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel:
     call = _call(_GROUPED, x, w, *w.shape[1:], groups=w.shape[0]) if kernel and fits else None
     if call is not None:
         return call(in_groups(x), w[None], table)[0]
-    x = x if table is None else turned(x, table, -1)
+    x = x if table is None else rotated(x, table, -1)
     return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), w.astype(x.dtype))
 
 
@@ -184,7 +184,7 @@ def _of_normed(x: jax.Array, w: jax.Array, squares: jax.Array, eps: float) -> ja
 
 
 def _heads(x: jax.Array, w: jax.Array, table: jax.Array, squares: jax.Array, *, eps: float) -> Arrays:
-    return normed_and_turned(_of_normed(x, w, squares, eps), table, eps=eps)
+    return normed_and_rotated(_of_normed(x, w, squares, eps), table, eps=eps)
 
 
 def _index(
@@ -200,7 +200,7 @@ def _index(
     eps: float,
     to_fp8: bool,
 ) -> Arrays:
-    q = hadamard(pairs_turned(_of_normed(x, w, squares, eps), table, direction=1)[0])
+    q = hadamard(rotated_pairs(_of_normed(x, w, squares, eps), table, direction=1)[0])
     weights = given[..., column : column + w.shape[2]] * scale
     if not to_fp8:
         return q, weights
@@ -209,7 +209,7 @@ def _index(
 
 
 def _grouped(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> Arrays:
-    (heads,) = pairs_turned(x.reshape(*x.shape[:2], -1, raw.HEAD), table, direction=-1)
+    (heads,) = rotated_pairs(x.reshape(*x.shape[:2], -1, raw.HEAD), table, direction=-1)
     return (jnp.einsum("bsgk,cgkn->bsgn", heads.reshape(x.shape), w),)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from .. import Cache
 from .._definitions import explicit_axes
 from .._definitions.packed import rounded
-from .._definitions.rope import pairs_turned
+from .._definitions.rope import rotated_pairs
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -189,7 +189,7 @@ def _inserted(
             ring = Cache(state[0]).append(rows, positions).entries
             entry, made = pool_ring(ring, index, d, ratio), (ring,)
         x = entry.astype(dtype)
-    x = pairs_turned(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
+    x = rotated_pairs(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
     x = hadamard(x) if transforms else x
     return cache.append(x if rounded_as is None else rounded(x, *rounded_as), index).entries, *made
 
