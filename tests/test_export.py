@@ -1,12 +1,18 @@
 """jax.export: every way of saying who sees what, with symbolic shapes."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
-from jax_dsv4_fmha import Cache, Span, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+import jax_dsv4_fmha as lib
+from jax_dsv4_fmha import Cache, Span, dot_product_attention, dsv4_attention, dsv4_decode, fmha, layers, sparse_fmha
 from jax_dsv4_fmha._host import library
+from tests.test_layers import MODELS
 
 SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
 """sizes of the axes; a case says which stay symbolic"""
@@ -115,3 +121,55 @@ def test_without_kernels(monkeypatch):
     for platform, implementation in (("cpu", None), ("cuda", "reference")):  # warnings are errors
         f = jax.jit(lambda x, i=implementation: fmha(x, x, x, implementation=i))
         jax.export.export(f, platforms=[platform])(x)
+
+
+# ---- serialization
+
+
+def example_of(kind):
+    """An instance of a public class whose fields are arrays, but for static ones; None of a class that is no pytree."""
+    names = getattr(kind, "_fields", None)
+    static = {}
+    if names is None and dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        names = [x.name for x in fields if not x.metadata.get("static")]
+        static = {x.name: STATIC.get(x.name, x.default) for x in fields if x.metadata.get("static")}
+    if names is None:
+        return None
+    instance = object.__new__(kind) if not issubclass(kind, tuple) else kind(*map(jnp.float32, range(len(names))))
+    if not issubclass(kind, tuple):
+        for name, x in {**dict(zip(names, map(jnp.float32, range(len(names))), strict=True)), **static}.items():
+            object.__setattr__(instance, name, x)
+    return None if jax.tree_util.all_leaves([instance]) else instance
+
+
+STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True}
+PUBLIC = {name: getattr(module, name) for module in (lib, layers) for name in module.__all__}
+PYTREES = {name: x for name, kind in PUBLIC.items() if isinstance(kind, type) and (x := example_of(kind)) is not None}
+
+
+def test_public_pytrees_are_found():
+    assert {"Cache", "Span", "LayerCache", "Output", "RunningSums"} <= PYTREES.keys()
+
+
+@pytest.mark.parametrize("name", PYTREES)
+def test_a_public_pytree_is_an_argument_and_a_result_of_what_is_serialized(name):
+    x = PYTREES[name]
+    exported = export.export(jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x)))(x)
+    got = export.deserialize(exported.serialize()).call(x)
+    assert jax.tree.structure(got) == jax.tree.structure(x)
+    assert jax.tree.leaves(got) == [y + 1 for y in jax.tree.leaves(x)]
+
+
+def test_a_step_is_serialized():
+    """Of an op, and of layers of every kind, with their caches."""
+    q, k = (jnp.asarray(np.random.default_rng(0).standard_normal(x), jnp.bfloat16) for x in ((2, 1, 4, 8), (2, 16, 8)))
+    f = jax.jit(lambda q, c: dsv4_decode(q, c, lengths=5, window=4)[0])
+    blob = export.export(f)(q, Cache(k)).serialize()
+    np.testing.assert_array_equal(export.deserialize(blob).call(q, Cache(k)), f(q, Cache(k)))
+    for layer in layers.from_config(MODELS["v4"]):
+        params, x = layer.init(jax.random.key(0)), jnp.ones((2, 1, layer.hidden))
+        step = jax.jit(lambda params, x, cache, layer=layer: layer.step(params, x, cache, lengths=3))
+        cache = layer.cache(2, 32, x.dtype)
+        got = export.deserialize(export.export(step)(params, x, cache).serialize()).call(params, x, cache)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, step(params, x, cache))

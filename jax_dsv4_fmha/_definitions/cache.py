@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from .. import _check
 from . import explicit_axes
 from .packed import LAYOUTS, V4_FP8, D, Layout, index_keys, layout_of, read_pages
+from .pytree import public_pytree
 
 
 class Pages(NamedTuple):
@@ -45,7 +46,7 @@ class Pages(NamedTuple):
         return jnp.where(there, pages * self.page + entries % self.page, -1)
 
 
-@jax.tree_util.register_dataclass
+@public_pytree
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """A KV cache of one latent head: entries that are both K and V, contiguous or paged.

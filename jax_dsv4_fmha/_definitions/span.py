@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
+from .pytree import public_pytree
+
+_STATIC = {"static": True}
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules", "width", "from_first")
-)
+@public_pytree
 @dataclasses.dataclass(frozen=True)
 class Span:
     """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
@@ -35,11 +36,11 @@ class Span:
 
     start: Any
     stop: Any
-    rules: frozenset[str] = frozenset()
+    rules: frozenset[str] = dataclasses.field(default=frozenset(), metadata=_STATIC)
     """`segments` or `compressed`, whichever made it: `&` refuses to combine the two"""
-    width: int | None = None
+    width: int | None = dataclasses.field(default=None, metadata=_STATIC)
     """the most keys that a query sees, as far as they are known while tracing; kernels of gradients are chosen by it"""
-    from_first: bool = False
+    from_first: bool = dataclasses.field(default=False, metadata=_STATIC)
     """whether its constructor says that queries see keys from the first one on; `is_from_first` looks at `start` too"""
 
     @property

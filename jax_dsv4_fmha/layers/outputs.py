@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import Cache, _check
+from .._definitions.pytree import public_pytree
 from .pooling import RunningSums
 
 
+@public_pytree
 class LayerCache(NamedTuple):
     """The caches of a layer; None where the kind of layer does not have them.
 
@@ -74,6 +76,7 @@ class LayerCache(NamedTuple):
         return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
 
 
+@public_pytree
 class Shared(NamedTuple):
     """What a V4.1 layer takes from earlier layers in the same pass over the model.
 
@@ -110,6 +113,7 @@ class Shared(NamedTuple):
         )
 
 
+@public_pytree
 class Choice(NamedTuple):
     """The choice of a layer's indexer, and what attention made of it, by the names that `indexer_loss` takes.
 
@@ -147,6 +151,7 @@ class Choice(NamedTuple):
     """int32 `[b, s, topk]`"""
 
 
+@public_pytree
 class IndexQuery(NamedTuple):
     """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds.
 
@@ -175,6 +180,7 @@ class IndexQuery(NamedTuple):
     """float32 `[b, s, h]`"""
 
 
+@public_pytree
 class Output(NamedTuple):
     """The results of a layer. It holds no array twice, so that a jitted function may return it and XLA copies none.
 

@@ -11,9 +11,10 @@ from jax import lax
 
 from .._definitions import explicit_axes
 from .._definitions.cache import Cache
+from .._definitions.pytree import public_pytree
 
 
-@jax.tree_util.register_dataclass
+@public_pytree
 @dataclasses.dataclass(frozen=True)
 class RunningSums:
     """What a compressor of long blocks keeps of b sequences: the last tokens, which a later call may take back, and

@@ -1,0 +1,42 @@
+"""Public pytrees: for transforms, and for the serialization of what `jax.export` makes."""
+
+import dataclasses
+import json
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+def public_pytree(kind: type[T]) -> type[T]:
+    """Registers a NamedTuple, or a dataclass whose fields are arrays or, with `metadata={"static": True}`, static."""
+    name: Any = f"jax_dsv4_fmha.{kind.__name__}"
+    if issubclass(kind, tuple):
+        jax.export.register_namedtuple_serialization(kind, serialized_name=name)
+        return kind
+    made: Any = jax.tree_util.register_dataclass(kind)
+    fields = dataclasses.fields(made)
+    data, static = (
+        [x.name for x in fields if bool(x.metadata.get("static")) is is_static] for is_static in (False, True)
+    )
+
+    def with_children(values: Any, children: Any) -> T:
+        given = dict(zip(data, children, strict=True)) | dict(zip(static, values, strict=True))
+        instance: T = made(**given)
+        return instance
+
+    jax.export.register_pytree_node_serialization(
+        made, serialized_name=name, serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes,
+        from_children=with_children,
+    )  # fmt: skip
+    found: type[T] = made
+    return found
+
+
+def _to_bytes(values: tuple[Any, ...]) -> bytes:
+    return json.dumps([sorted(x) if isinstance(x, frozenset) else x for x in values]).encode()
+
+
+def _from_bytes(text: bytes | bytearray) -> tuple[Any, ...]:
+    return tuple(frozenset(x) if isinstance(x, list) else x for x in json.loads(bytes(text)))
