@@ -4,11 +4,9 @@
 and unpacks it there. So the host holds one parameter's part at a time, and several hosts each read what they need.
 """
 
-import json
-import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,101 +19,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha.layers import from_state_dict
 
+from .checkpoint import Checkpoint
 from .drafts import SHARED, DSpark
 from .engram import words
 from .model import Model
 from .packed import Packed, in_file, unpacked
 
-DTYPES = {
-    "F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16, "I64": jnp.int64,
-    "I32": jnp.int32, "I8": jnp.uint8, "U8": jnp.uint8, "F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu,
-}  # fmt: skip
-NAMES = {
-    r"^model\.": "", r"^language_model\.": "", r"^embed_tokens\.": "embed.", r"^lm_head\.": "head.",
-    r"^hc_head\.hc_": "hc_head_", r"\.self_attn\.": ".attn.", r"\.attn\.norm\.": ".attn.kv_norm.", r"\.mlp\.": ".ffn.",
-    r"\.input_layernorm\.": ".attn_norm.", r"\.post_attention_layernorm\.": ".ffn_norm.",
-    r"\.attn_hc\.": ".hc_attn_", r"\.ffn_hc\.": ".hc_ffn_", r"\.weight_scale_inv$": ".scale",
-    r"\.gate\.e_score_correction_bias$": ".gate.bias", r"experts\.gate_proj\.": "experts.w1.",
-    r"experts\.down_proj\.": "experts.w2.", r"experts\.up_proj\.": "experts.w3.",
-}  # fmt: skip
-"""DeepSeek's names for Hugging Face's, outside of attention"""
-
-
 OTHERS = r"vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
 """of what reads pictures"""
+STAY = re.compile(r".*(experts\.|\.engram\.wkv\.|\.main_proj\.)")
+"""matrices that the model takes packed"""
 unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
-
-
-class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of a directory's *.safetensors by DeepSeek's names, mapped into memory: read where they are used.
-
-    (The library safetensors gives NumPy no tensors of 8 bits.)
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.tensors: dict[str, np.ndarray] = {}
-        files = sorted(Path(directory).glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"no *.safetensors in {directory}")
-        for path in files:
-            whole = np.memmap(path, np.uint8, "r")
-            size = int(whole[:8].view("<u8")[0])
-            for name, x in json.loads(bytes(whole[8 : 8 + size])).items():
-                if name != "__metadata__":
-                    begin, end = x["data_offsets"]
-                    data = whole[8 + size + begin : 8 + size + end].view(DTYPES[x["dtype"]])
-                    self._add(name, data.reshape(x["shape"]))
-
-    def _add(self, name: str, x: np.ndarray) -> None:
-        for theirs, ours in NAMES.items():
-            name = re.sub(theirs, ours, name)
-        stacked = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)  # Hugging Face's: all experts in one
-        if stacked:
-            parts = {"gate_up": ("w1", "w3"), "down": ("w2",)}[stacked[2]]
-            for e, expert in enumerate(x):
-                for part, y in zip(parts, np.split(expert, len(parts)), strict=True):
-                    self.tensors[f"{stacked[1]}.{e}.{part}.weight"] = y
-        else:
-            self.tensors[name] = x
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.tensors[name]
-
-    def __iter__(self):
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def scale(self, name: str) -> np.ndarray | None:
-        return self.tensors.get(name.removesuffix(".weight") + ".scale")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor unpacked; raises ValueError if there is none of this name."""
-        if name not in self.tensors:
-            raise ValueError(f"{name}: got none, wanted it in the checkpoint")
-        x = self.tensors[name]
-        return (*x.shape[:-1], x.shape[-1] * (2 if x.dtype == np.uint8 else 1))
-
-    def piece(self, name: str, index: tuple[slice, ...], bare: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """A part of a tensor as it is in the file, and the scales of its rows, one for each block of columns, if any.
-
-        index is one of the tensor unpacked: a byte of FP4 has two columns. bare: without the scales.
-        """
-        x = self[name]
-        scale = self.scale(name)
-        if scale is None or bare:
-            return x[index], None
-        shape = self.shape(name)
-        per_byte = shape[1] // x.shape[1]
-        rows, columns = (s.indices(n) for s, n in zip(index, shape, strict=True))
-        block = [
-            next(b for b in (1, 32, 128) if -(-n // b) == parts) for n, parts in zip(shape, scale.shape, strict=True)
-        ]
-        step = math.gcd(block[1], *columns[:2])  # columns that have one scale, wherever the part begins and ends
-        scale = np.repeat(scale, block[0], 0)[rows[0] : rows[1]]
-        scale = np.repeat(scale, block[1] // step, 1)[:, columns[0] // step : columns[1] // step]
-        return x[rows[0] : rows[1], columns[0] // per_byte : columns[1] // per_byte], scale
 
 
 def connections(prefix: str) -> dict[str, Any]:
@@ -198,8 +112,11 @@ def load(
     `Model`, and what reads pictures. Engrams take words from tokenizer.json.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, or has no use.
+      FileNotFoundError: there are no such files, or one that the index names is not there.
+      ValueError: a file is damaged; a tensor is missing, is there twice, has another shape or dtype, or has no use; a
+        matrix in 4 or 8 bits has no scales, or those of other blocks, or scales have no such matrix.
     """
+    whole = model.model if isinstance(model, DSpark) else model
     checkpoint, used, began, size = Checkpoint(directory), set(), time.perf_counter(), 0
     wanted = jax.eval_shape(partial(model.init, dtype=dtype), jax.random.key(0))
 
@@ -208,21 +125,27 @@ def load(
 
     def parameter(source: tuple[Any, tuple[int, ...]], shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed:
         names, axes = np.array(source[0], object), source[1]
-        used.update(name.removesuffix(".weight") + end for name in names.flat for end in ("", ".weight", ".scale"))
-
         of_tensor = tuple(shape.shape[axes.index(axis)] for axis in range(names.ndim, len(axes)))
-        for name in names.flat:
-            if checkpoint.shape(name) != of_tensor:
-                got = f"{checkpoint[name].dtype}{list(checkpoint.shape(name))}"
-                raise ValueError(f"{name}: got {got}, wanted {list(of_tensor)}")
-
+        kinds = {name: checkpoint.check(name, of_tensor, shape.dtype) for name in names.flat}
+        first, block = kinds[names.flat[0]]
+        for name, (kind, own) in kinds.items():
+            if (kind, own) != (first, block):
+                other = f"{first}, in blocks of {block}, as {names.flat[0]} is" if block else first
+                raise ValueError(f"{checkpoint.entries[name]}: got {kind}, in blocks of {own}, wanted {other}")
+        used.update(names.flat)
+        if block:
+            used.update(map(checkpoint.scale, names.flat))
+        if jnp.issubdtype(shape.dtype, jnp.integer):
+            numbers = checkpoint[names.item()]
+            if numbers.size and not 0 <= numbers.min() <= numbers.max() < whole.experts:
+                got = f"numbers of experts from {numbers.min()} to {numbers.max()}"
+                raise ValueError(f"{checkpoint.entries[names.item()]}: got {got}, wanted 0 to {whole.experts - 1}")
         of_file = (*names.shape, *of_tensor)
-        bare = shape.dtype == jnp.float8_e4m3fn  # a table, whose scales are a parameter of their own
 
         def piece(index: Sequence[slice], device: jax.Device) -> tuple[jax.Array, jax.Array | None]:
             """A part of the tensors on its device as the file has it: codes and scales."""
             chosen = np.asarray(names[tuple(index[: names.ndim])], object)
-            found = [checkpoint.piece(name, tuple(index[names.ndim :]), bare) for name in chosen.flat]
+            found = [checkpoint.piece(name, tuple(index[names.ndim :]), block) for name in chosen.flat]
             codes, scales = (
                 None if parts[0] is None else np.stack(parts).reshape(*chosen.shape, *parts[0].shape)
                 for parts in zip(*found, strict=True)
@@ -240,7 +163,7 @@ def load(
 
             return jax.tree.map(joined, *parts)
 
-        if packed and not bare and checkpoint.scale(names.flat[0]) is not None:
+        if packed and block and STAY.match(names.flat[0]):
             return Packed(*put(of_file, sharding(in_file(spec, axes)), piece), axes)
 
         def part(index: tuple[slice, ...], device: jax.Device) -> jax.Array:
@@ -262,10 +185,13 @@ def load(
         params = {**parameters(of, wanted, specs), "layers": []}
         for i, layer in enumerate(model.layers):
             prefix = f"{at}.{i}.attn."
-            tensors = {name: x for name, x in checkpoint.items() if name.startswith(prefix)}
+            tensors = {name: checkpoint[name] for name in checkpoint if name.startswith(prefix)}
             used.update(tensors)
             where = jax.tree.map(sharding, specs["layers"][i]["attention"])
-            attention = from_state_dict(layer, tensors, prefix, dtype, where)
+            try:
+                attention = from_state_dict(layer, tensors, prefix, dtype, where)
+            except ValueError as e:
+                raise ValueError(f"{checkpoint.directory}: {checkpoint.named(str(e))}") from None
             own = parameters(layers[i], wanted["layers"][i], specs["layers"][i])
             size += sum(x.nbytes for x in jax.tree.leaves(attention))
             params["layers"].append({**own, "attention": attention})
@@ -273,7 +199,7 @@ def load(
             progress(f"layer {i + 1} of {len(model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
         return params
 
-    specs, whole = model.partition(), model.model if isinstance(model, DSpark) else model
+    specs = model.partition()
     params = everything(whole, sources(whole), wanted, specs)
     if isinstance(model, DSpark):
         params["drafts"] = everything(model.stack, sources_of_drafts(model), wanted["drafts"], specs["drafts"], "mtp")
@@ -286,5 +212,6 @@ def load(
         params["words"] = jax.device_put(of_tokens, sharding(P()))
     others = OTHERS + (r"|mtp\..*\.confidence_head\." if isinstance(model, DSpark) else r"|mtp\.")
     if unused := sorted(name for name in set(checkpoint) - used if not re.match(others, name)):
-        raise ValueError(f"{directory}: {len(unused)} tensors have no use in this model: {', '.join(unused[:5])}, …")
+        some = "; ".join(str(checkpoint.entries[name]) for name in unused[:5]) + "; …" * (len(unused) > 5)
+        raise ValueError(f"{directory}: got {len(unused)} tensors that have no use in this model, wanted none: {some}")
     return params
