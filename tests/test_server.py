@@ -1,6 +1,7 @@
 """examples/serving: a server that lasts. Its host work and memory do not grow, and what a request does is its own."""
 
 import gc
+import re
 import statistics
 import sys
 import time
@@ -162,7 +163,7 @@ def test_an_exception_is_its_request_s_own():
 @pytest.mark.parametrize(
     "what, message",
     [
-        ({"wanted": 0}, "wanted: got 0, wanted an integer of at least 1"),
+        ({"wanted": 0}, "wanted: got 0, wanted an integer from 1 to"),
         ({"wanted": 2.0}, r"wanted: got 2\.0, wanted an integer"),
         ({"wanted": True}, "wanted: got True, wanted an integer"),
         ({"temperature": float("nan")}, "temperature: got nan, wanted a number from 0 to 2"),
@@ -357,8 +358,24 @@ def test_pages():
                 assert found[i, t // 8 - at // 8] == want
 
 
+@pytest.mark.parametrize("beginning", [0, 20])
+def test_nothing_is_compiled_after_compile(beginning):
+    said = []
+    serving = server(beginning=counting(0, beginning), progress=said.append)
+    serving.compile()
+    assert [line for line in said if line.startswith("compiling")] == [
+        "compiling the program for chunks of 8 tokens", "compiling the program for steps of 1 token",
+    ]  # fmt: skip
+    assert sum(bool(re.fullmatch(r"compiled it in \d+\.\d s", line)) for line in said) == 2
+    assert ("reading the 16 tokens with which all requests begin" in said) == bool(beginning)
+    count = len(said)
+    done(serving, *(Request(counting(0, 21 + i), 9) for i in range(9)))
+    programs = (serving._read, serving._say, *[serving._begin] * bool(beginning))
+    assert [f._cache_size() for f in programs] == [1] * len(programs) and len(said) == count
+
+
 def random_run(seed):
-    """Requests of all kinds over few pages, of which some are forgotten: all are right, and all pages are free again."""
+    """Requests of all kinds over few pages, some of which are forgotten: all are right, and all pages are free."""
     rng = np.random.default_rng(seed)
     page, room = int(rng.choice([4, 8, 16])), int(rng.integers(20, 90))
     alike = counting(11, int(rng.integers(0, 12)) if rng.random() < 0.5 else 0)

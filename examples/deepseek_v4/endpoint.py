@@ -87,7 +87,7 @@ class Asked(Form):
     ] = []
     ignore_eos: bool = False
     """as vLLM and SGLang have it: the tokens that end a text do not"""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     n: only(1) = 1
     presence_penalty: only(0) = 0
@@ -137,7 +137,7 @@ class Message(Form):
 
 class ChatCompletion(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: only(False) = False
     top_logprobs: only(0) = 0
     response_format: only({"type": "text"}) = {"type": "text"}
@@ -159,7 +159,7 @@ def refusal(e: ValidationError) -> Refused:
     """What is said of the first thing that is wrong."""
     first = e.errors(include_url=False)[0]
     where, message = ".".join(map(str, first["loc"])), first["msg"]
-    if not where:
+    if not first["loc"]:
         return Refused(f"the body is not a JSON object that can be read: {message}")
     if first["type"] == "missing":
         got = "none, wanted it"

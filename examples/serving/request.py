@@ -45,7 +45,7 @@ class Request:
     """whether nobody listens any more: see `Server.forget`"""
 
     def __post_init__(self) -> None:
-        integer("wanted", self.wanted, 1)
+        integer("wanted", self.wanted, 1, 2**31 - 1)
         number("temperature", self.temperature, 0, HOTTEST)
         number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:

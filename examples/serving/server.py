@@ -130,10 +130,13 @@ class Server:
         """other drafts"""
 
         table = np.full_like(self.pages.table, -1)
-        self.caches = model.cache(b, room, dtype, block_table=table, page_tokens=page, pages=pages, steps=self.ahead)
-        self.table = jnp.asarray(table)
+        caches = model.cache(b, room, dtype, block_table=table, page_tokens=page, pages=pages, steps=self.ahead)
+        table = jnp.asarray(table)
         if not jax.sharding.get_abstract_mesh().empty:
-            self.table = jax.device_put(self.table, jax.sharding.PartitionSpec())
+            table = jax.device_put(table, jax.sharding.PartitionSpec())
+        where = jax.tree.map(lambda x: x.sharding, (table, caches))
+        # Both stay where they are, and are bound to it: programs for what is not would be compiled again for results.
+        self.table, self.caches = jax.device_put((table, caches), where)
 
         def with_pages(state: Any, call: Call) -> Any:
             """The table and the caches with the pages of new tokens in it."""
@@ -165,7 +168,6 @@ class Server:
             table, caches = state
             return table.at[place].set(table[places]), caches.fork(places, place)
 
-        where = jax.tree.map(lambda x: x.sharding, (self.table, self.caches))  # they stay where they are
         self._read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
         self._say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)
         self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
