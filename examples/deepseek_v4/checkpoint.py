@@ -115,7 +115,7 @@ def entries(path: Path) -> list[Entry]:
                 raise ValueError(f"{name}: got a file of {size} bytes, wanted {at}: it is cut")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         is_said = isinstance(e, ValueError) and "wanted" in str(e)
-        what = str(e) if is_said else f"got no header of safetensors: {type(e).__name__}, {e}"
+        what = str(e) if is_said else f"got no header of safetensors, wanted one: {type(e).__name__}, {e}"
         raise ValueError(f"{path}: {what}") from None
     if at != size:
         raise ValueError(f"{path}: got {size} bytes, wanted {at}, where its tensors end")

@@ -174,7 +174,8 @@ def listening(port: int, checkpoint: str | None, chat_template: str | None) -> t
 
         chat = template(checkpoint, chat_template)
     except ModuleNotFoundError as e:
-        raise SystemExit(f"--port: got no package {e.name}, wanted those of `pip install '.[http]'`") from None
+        package = (e.name or "").partition(".")[0]
+        raise SystemExit(f"--port: got no package {package}, wanted those of `pip install '.[http]'`") from None
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,77 @@ def sources_of_drafts(model: DSpark) -> dict[str, Any]:
     }
 
 
+Source = tuple[Any, tuple[int, ...]]
+
+
+class Stack(NamedTuple):
+    """Layers of a checkpoint, and what is beside them."""
+
+    model: Model
+    at: str
+    sources: dict[str, Any]
+    wanted: Any
+    """shapes and dtypes"""
+    specs: Any
+
+    def prefix(self, layer: int) -> str:
+        """The beginning of the names of a layer's tensors of attention."""
+        return f"{self.at}.{layer}.attn."
+
+    @classmethod
+    def map(cls, f: Callable[..., Any], sources: Any, *others: Any) -> Any:
+        """f(source, …) of each source, and of what the others have in its place; they may have more."""
+        if isinstance(sources, dict):
+            return {name: cls.map(f, sources[name], *(x[name] for x in others)) for name in sorted(sources)}
+        if isinstance(sources, list):
+            return [cls.map(f, *of_one) for of_one in zip(sources, *others, strict=True)]
+        return f(sources, *others)
+
+
+def blocks_of(checkpoint: Checkpoint, source: Source, shape: jax.ShapeDtypeStruct) -> tuple[int, int] | None:
+    """The rows and columns with one scale in the tensors of a parameter; None if they have none.
+
+    Raises:
+      ValueError: a tensor cannot be the parameter, or is in another form than the first.
+    """
+    names, axes = np.array(source[0], object), source[1]
+    of_tensor = tuple(shape.shape[axes.index(axis)] for axis in range(names.ndim, len(axes)))
+    forms = [checkpoint.check(name, of_tensor, shape.dtype) for name in names.flat]
+    for name, form in zip(names.flat, forms, strict=True):
+        if form != forms[0]:
+            got, first = (f"{dtype} with scales of {block}" if block else dtype for dtype, block in (form, forms[0]))
+            raise ValueError(f"{checkpoint.entries[name]}: got {got}, wanted {first}, as {names.flat[0]} is")
+    return forms[0][1]
+
+
+def check(checkpoint: Checkpoint, stacks: Sequence[Stack], model: Model) -> None:
+    """Raises ValueError unless the checkpoint has what the stacks want and nothing else, before any of it is read.
+
+    Tensors of attention are checked by `from_state_dict`, when they are read.
+    """
+    used: set[str] = set()
+
+    def use(source: Source, shape: jax.ShapeDtypeStruct) -> None:
+        names = list(np.array(source[0], object).flat)
+        used.update(names)
+        if blocks_of(checkpoint, source, shape):
+            used.update(map(checkpoint.scale, names))
+        if jnp.issubdtype(shape.dtype, jnp.integer):  # a table of experts
+            table, entry = checkpoint[names[0]], checkpoint.entries[names[0]]
+            if not 0 <= table.min() <= table.max() < model.experts:
+                got = f"numbers of experts from {table.min()} to {table.max()}"
+                raise ValueError(f"{entry}: got {got}, wanted 0 to {model.experts - 1}")
+
+    for stack in stacks:
+        stack.map(use, stack.sources, stack.wanted)
+        prefixes = tuple(stack.prefix(i) for i in range(len(stack.model.layers)))
+        used.update(name for name in checkpoint if name.startswith(prefixes))
+    others = OTHERS + (r"|mtp\..*\.confidence_head\." if len(stacks) > 1 else r"|mtp\.")
+    if unused := sorted(name for name in set(checkpoint) - used if not re.match(others, name)):
+        some = "; ".join(str(checkpoint.entries[name]) for name in unused[:5]) + "; …" * (len(unused) > 5)
+        raise ValueError(f"{checkpoint.directory}: got {len(unused)} tensors of no use here, wanted none: {some}")
+
+
 def load(
     model: Model | DSpark,
     directory: str | Path,
@@ -116,31 +187,21 @@ def load(
       ValueError: a file is damaged; a tensor is missing, is there twice, has another shape or dtype, or has no use; a
         matrix in 4 or 8 bits has no scales, or those of other blocks, or scales have no such matrix.
     """
+    checkpoint, began, size = Checkpoint(directory), time.perf_counter(), 0
+    wanted, specs = jax.eval_shape(partial(model.init, dtype=dtype), jax.random.key(0)), model.partition()
     whole = model.model if isinstance(model, DSpark) else model
-    checkpoint, used, began, size = Checkpoint(directory), set(), time.perf_counter(), 0
-    wanted = jax.eval_shape(partial(model.init, dtype=dtype), jax.random.key(0))
+    stacks = [Stack(whole, "layers", sources(whole), wanted, specs)]
+    if isinstance(model, DSpark):
+        stacks.append(Stack(model.stack, "mtp", sources_of_drafts(model), wanted["drafts"], specs["drafts"]))
+    check(checkpoint, stacks, whole)
 
     def sharding(spec: P) -> jax.sharding.Sharding:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, spec)
 
-    def parameter(source: tuple[Any, tuple[int, ...]], shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed:
+    def parameter(source: Source, shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed:
         names, axes = np.array(source[0], object), source[1]
+        block = blocks_of(checkpoint, source, shape)
         of_tensor = tuple(shape.shape[axes.index(axis)] for axis in range(names.ndim, len(axes)))
-        kinds = {name: checkpoint.check(name, of_tensor, shape.dtype) for name in names.flat}
-        first, block = kinds[names.flat[0]]
-        for name, (kind, own) in kinds.items():
-            if (kind, own) != (first, block):
-                other = f"{first}, in blocks of {block}, as {names.flat[0]} is" if block else first
-                raise ValueError(f"{checkpoint.entries[name]}: got {kind}, in blocks of {own}, wanted {other}")
-        used.update(names.flat)
-        if block:
-            used.update(map(checkpoint.scale, names.flat))
-        if jnp.issubdtype(shape.dtype, jnp.integer):
-            numbers = checkpoint[names.item()]
-            if numbers.size and not 0 <= numbers.min() <= numbers.max() < whole.experts:
-                got = f"numbers of experts from {numbers.min()} to {numbers.max()}"
-                raise ValueError(f"{checkpoint.entries[names.item()]}: got {got}, wanted 0 to {whole.experts - 1}")
-        of_file = (*names.shape, *of_tensor)
 
         def piece(index: Sequence[slice], device: jax.Device) -> tuple[jax.Array, jax.Array | None]:
             """A part of the tensors on its device as the file has it: codes and scales."""
@@ -164,7 +225,7 @@ def load(
             return jax.tree.map(joined, *parts)
 
         if packed and block and STAY.match(names.flat[0]):
-            return Packed(*put(of_file, sharding(in_file(spec, axes)), piece), axes)
+            return Packed(*put((*names.shape, *of_tensor), sharding(in_file(spec, axes)), piece), axes)
 
         def part(index: tuple[slice, ...], device: jax.Device) -> jax.Array:
             with jax.set_mesh(None):  # a program of this device alone
@@ -172,37 +233,33 @@ def load(
 
         return put(shape.shape, sharding(spec), part)
 
-    def parameters(of: Any, wanted: Any, specs: Any) -> Any:
+    def attention(layer: Any, prefix: str, specs: Any) -> Any:
+        tensors = {name: checkpoint[name] for name in checkpoint if name.startswith(prefix)}
+        try:
+            return from_state_dict(layer, tensors, prefix, dtype, jax.tree.map(sharding, specs))
+        except ValueError as e:
+            raise ValueError(f"{directory}: {checkpoint.named(str(e))}") from None
+
+    def counted(made: Any) -> Any:
         nonlocal size
-        is_source = lambda x: isinstance(x, tuple)  # noqa: E731
-        made = jax.tree.map(parameter, of, {k: wanted[k] for k in of}, {k: specs[k] for k in of}, is_leaf=is_source)
         size += sum(x.nbytes for x in jax.tree.leaves(made))
         return made
 
-    def everything(model: Model, of: dict[str, Any], wanted: Any, specs: Any, at: str = "layers") -> dict[str, Any]:
-        nonlocal size
-        layers = of.pop("layers")
-        params = {**parameters(of, wanted, specs), "layers": []}
-        for i, layer in enumerate(model.layers):
-            prefix = f"{at}.{i}.attn."
-            tensors = {name: checkpoint[name] for name in checkpoint if name.startswith(prefix)}
-            used.update(tensors)
-            where = jax.tree.map(sharding, specs["layers"][i]["attention"])
-            try:
-                attention = from_state_dict(layer, tensors, prefix, dtype, where)
-            except ValueError as e:
-                raise ValueError(f"{checkpoint.directory}: {checkpoint.named(str(e))}") from None
-            own = parameters(layers[i], wanted["layers"][i], specs["layers"][i])
-            size += sum(x.nbytes for x in jax.tree.leaves(attention))
-            params["layers"].append({**own, "attention": attention})
+    def everything(of: Stack) -> dict[str, Any]:
+        layers = of.sources.pop("layers")
+        params = {**counted(of.map(parameter, of.sources, of.wanted, of.specs)), "layers": []}
+        for i, layer in enumerate(of.model.layers):
+            its = of.specs["layers"][i]
+            own = counted(of.map(parameter, layers[i], of.wanted["layers"][i], its))
+            own["attention"] = counted(attention(layer, of.prefix(i), its["attention"]))
+            params["layers"].append(own)
             rate = size / 2**30 / (time.perf_counter() - began)
-            progress(f"layer {i + 1} of {len(model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
+            progress(f"layer {i + 1} of {len(of.model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
         return params
 
-    specs = model.partition()
-    params = everything(whole, sources(whole), wanted, specs)
-    if isinstance(model, DSpark):
-        params["drafts"] = everything(model.stack, sources_of_drafts(model), wanted["drafts"], specs["drafts"], "mtp")
+    params = everything(stacks[0])
+    for of in stacks[1:]:
+        params["drafts"] = everything(of)
     if whole.engrams is not None:
         of_tokens = np.zeros(whole.vocabulary, np.int32)
         found = words(Path(directory) / "tokenizer.json")
@@ -210,8 +267,4 @@ def load(
             raise ValueError(f"tokenizer.json: got {found.max() + 1} words, wanted the config's {whole.engrams.words}")
         of_tokens[: len(found)] = found
         params["words"] = jax.device_put(of_tokens, sharding(P()))
-    others = OTHERS + (r"|mtp\..*\.confidence_head\." if isinstance(model, DSpark) else r"|mtp\.")
-    if unused := sorted(name for name in set(checkpoint) - used if not re.match(others, name)):
-        some = "; ".join(str(checkpoint.entries[name]) for name in unused[:5]) + "; …" * (len(unused) > 5)
-        raise ValueError(f"{directory}: got {len(unused)} tensors that have no use in this model, wanted none: {some}")
     return params
