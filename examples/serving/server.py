@@ -310,7 +310,7 @@ class Server:
         for i in np.flatnonzero(reads).tolist():
             new = self.places[i].part(self.cached[i], lengths[i])
             tokens[i, : len(new)] = new
-            self._look_up_later(i, lengths[i])
+            self._learn(i, lengths[i])
         return self._call(tokens, lengths)
 
     def _heard_of_chunk(self, call: Call, chosen: np.ndarray) -> list[Request]:
@@ -339,15 +339,16 @@ class Server:
         if self.own_drafts:
             return self.proposed, np.minimum(wanted, self.offered)
         drafts, count = np.zeros_like(self.proposed), np.zeros_like(wanted)
-        for i in np.flatnonzero(wanted).tolist():
-            self._look_up_later(i, self.count[i])
-            found = self.lookups[i].drafts(int(wanted[i]))
-            drafts[i, : len(found)], count[i] = found, len(found)
+        which = np.flatnonzero(wanted)
+        for i, n, there in zip(which.tolist(), wanted[which].tolist(), self.count[which].tolist(), strict=True):
+            self._learn(i, there)
+            if found := self.lookups[i].drafts(n):
+                drafts[i, : len(found)], count[i] = found, len(found)
         return drafts, count
 
-    def _look_up_later(self, place: int, count: int) -> None:
-        """Lets drafts be found in the first `count` tokens of a place."""
-        if lookup := self.lookups[place]:
+    def _learn(self, place: int, count: int) -> None:
+        """Lets drafts be found among the first `count` tokens of a place."""
+        if (lookup := self.lookups[place]) and len(lookup.tokens) < count:
             lookup.extend(self.places[place].part(len(lookup.tokens), count).tolist())
 
     def _heard_of_step(self, call: Call, chosen: np.ndarray) -> list[Request]:
@@ -375,6 +376,8 @@ class Server:
             if request.hears(tokens[:n]):
                 done.append(request)
                 self._leave(i)
+            elif (lookup := self.lookups[i]) and len(lookup.tokens) == len(request) - n:
+                lookup.extend(tokens[:n])
         return done
 
     def _call(self, tokens: np.ndarray, lengths: np.ndarray) -> Call:
