@@ -275,7 +275,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
 @pytest.mark.parametrize(
     "how, message",
     [
-        ({"beginning": "5 64"}, "prompt: got 64 as token number 1"),
+        ({"beginning": "5 64"}, "beginning: got 64 as token number 1"),
         ({"wanted": 0}, "wanted: got 0, wanted an integer"),
         ({"temperature": float("nan")}, "temperature: got nan, wanted a number from 0 to 2"),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),

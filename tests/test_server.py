@@ -210,6 +210,15 @@ def test_tokens_from_outside(tokens, message):
     assert checked_tokens("here", np.array([0, 96], np.uint64), VOCABULARY).dtype == np.int32
 
 
+def test_numbers_are_looked_at_again():
+    """A request that was changed after it was made is refused, and does not come to the server."""
+    serving, request = server(), Request(counting(0, 3), 4)
+    request.temperature = 10**400
+    with pytest.raises(ValueError, match="temperature: got a number of many digits"):
+        serving.submit(request)
+    assert serving.is_idle
+
+
 def test_what_never_fits():
     serving = server(places=2, room=64, page=16, pages=3, beginning=counting(0, 16))
     with pytest.raises(
@@ -368,9 +377,9 @@ def test_nothing_is_compiled_after_compile(beginning):
     ]  # fmt: skip
     assert sum(bool(re.fullmatch(r"compiled it in \d+\.\d s", line)) for line in said) == 2
     assert ("reading the 16 tokens with which all requests begin" in said) == bool(beginning)
-    count = len(said)
+    count, programs = len(said), (serving._read, serving._say, *[serving._begin] * bool(beginning))
+    assert [f._cache_size() for f in programs] == [1] * len(programs)
     done(serving, *(Request(counting(0, 21 + i), 9) for i in range(9)))
-    programs = (serving._read, serving._say, *[serving._begin] * bool(beginning))
     assert [f._cache_size() for f in programs] == [1] * len(programs) and len(said) == count
 
 

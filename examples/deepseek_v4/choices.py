@@ -68,7 +68,7 @@ def main(
             tokens = np.random.default_rng(0).integers(0, model.vocabulary, length)
         else:
             words = common.Words(checkpoint, model.vocabulary)
-            tokens = words.encode(sys.stdin.read() if text is None else text)[:length]
+            tokens = words.encode(sys.stdin.read() if text is None else text, name="the text")[:length]
             if not len(tokens):
                 raise ValueError("the text: got no tokens, wanted at least one")
         found = {i: np.asarray(x) for i, x in choices(model, params, jnp.asarray(tokens, jnp.int32)).items()}

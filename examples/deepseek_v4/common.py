@@ -146,8 +146,12 @@ class Words:
 
             self.tokenizer = Tokenizer.from_file(str(path))
 
-    def encode(self, text: str, special: bool = True) -> np.ndarray:
-        """Tokens int32 `[n]`, which may be none; special: whether the tokenizer adds its own, such as one that begins.
+    def encode(self, text: str, special: bool = True, name: str = "prompt") -> np.ndarray:
+        """Tokens int32 `[n]`, which may be none.
+
+        Args:
+          special: adds the tokenizer's own tokens, such as one that begins a text.
+          name: of the text, for errors.
 
         Raises:
           ValueError: a word is no number, or a token is not in the model's vocabulary.
@@ -155,15 +159,13 @@ class Words:
         if self.tokenizer is not None:
             found = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:
-            found = [
-                int(word) if re.fullmatch(r"-?[0-9]{1,18}", word) else self._no_token(word) for word in text.split()
-            ]
-        return checked_tokens("prompt", found, self.vocabulary) if found else np.zeros(0, np.int32)
-
-    def _no_token(self, word: str) -> int:
-        raise ValueError(
-            f"prompt: got {short(word)}, wanted tokens: numbers from 0 to {self.vocabulary - 1}, and blanks"
-        )
+            found = []
+            for word in text.split():
+                if not re.fullmatch(r"-?[0-9]{1,18}", word):
+                    wanted = f"tokens: numbers from 0 to {self.vocabulary - 1}, and blanks"
+                    raise ValueError(f"{name}: got {short(word)}, wanted {wanted}")
+                found.append(int(word))
+        return checked_tokens(name, found, self.vocabulary) if found else np.zeros(0, np.int32)
 
     def stream(self) -> "Text":
         """What makes text of a request's tokens as they come."""

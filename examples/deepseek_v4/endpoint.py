@@ -179,8 +179,8 @@ class Stream:
 
     def __init__(self, text: Text, stops: list[str]) -> None:
         self.text, self.stops, self.new, self.has_new = text, stops, deque[int | Exception](), asyncio.Event()
-        self.held, self.count = "", 0
-        """text that may be the beginning of a stop; tokens so far"""
+        self.held, self.count, self.is_over = "", 0, False
+        """text that may be the beginning of a stop; tokens so far; whether the request has said all that it will"""
 
     def put(self, new: int | Exception) -> None:
         self.new.append(new)
@@ -198,6 +198,7 @@ class Stream:
                 raise token
             self.count += 1
             finish = "stop" if token in request.end else "length" if self.count == request.wanted else None
+            self.is_over = finish is not None
             piece, is_stopped = self.before_stop(self.text.add(token) + (self.text.end() if finish else ""), not finish)
             finish = "stop" if is_stopped else finish
             yield piece, finish
@@ -230,6 +231,7 @@ class Endpoint:
         self.server, self.name, self.words, self.chat, self.ends = server, name, words, chat, ends
         self.beginning, self.asked, self.closed = beginning, threading.Event(), False
         self.broken: Exception | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.said: list[tuple[Stream, int | Exception]] = []
         """by the thread that works, since it woke the other one"""
         self.open, self.number = set[Stream](), 0
@@ -243,7 +245,14 @@ class Endpoint:
         """Works until `close`, or until an exception such as Ctrl-C's."""
         how = {"log_level": "warning", "timeout_graceful_shutdown": 1, "limit_concurrency": CONNECTIONS}
         http = uvicorn.Server(uvicorn.Config(self.app, **how))
-        thread = threading.Thread(target=http.run, args=([listening],))
+
+        def serve() -> None:
+            try:
+                http.run([listening])
+            finally:
+                self.close()  # whatever has ended it
+
+        thread = threading.Thread(target=serve)
         thread.start()
         try:
             while not self.closed:
@@ -365,7 +374,8 @@ class Answer:
 
     def done(self) -> None:
         """Ends the request, if it has not come to its end."""
-        self.endpoint.server.forget(self.request)
+        if not self.stream.is_over:
+            self.endpoint.server.forget(self.request)
         self.endpoint.open.discard(self.stream)
 
     @property

@@ -62,7 +62,7 @@ def main(
     Request(np.zeros(1, np.int32), wanted, temperature)  # raises before the model is read, and so do these
     model = common.model_of(checkpoint, drafts=speculate > 0, random=random)
     words, ends = common.Words(checkpoint, model.vocabulary), common.ends(checkpoint)
-    first, pages = words.encode(beginning), pages or places * -(-room // page)
+    first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
     asked = None if port is None else listening(port, checkpoint, chat_template)
     dtype = common.compute_dtype() if products is None else jnp.bfloat16
     with common.mesh_of(tensor, expert, data=1) as mesh:

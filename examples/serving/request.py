@@ -45,6 +45,12 @@ class Request:
     """whether nobody listens any more: see `Server.forget`"""
 
     def __post_init__(self) -> None:
+        self.check()
+        ends = (self.end,) if isinstance(self.end, int) else self.end
+        self.end = frozenset(integer("end", x) for x in ends)
+
+    def check(self) -> None:
+        """Raises ValueError if a number is out of its range."""
         integer("wanted", self.wanted, 1, 2**31 - 1)
         number("temperature", self.temperature, 0, HOTTEST)
         number("top_p", self.top_p, 0, 1)
@@ -52,8 +58,6 @@ class Request:
             raise ValueError("top_p: got 0, wanted more")
         if self.seed is not None:
             integer("seed", self.seed, -(2**63), 2**63 - 1)
-        ends = (self.end,) if isinstance(self.end, int) else self.end
-        self.end = frozenset(integer("end", x) for x in ends)
 
     def __len__(self) -> int:
         """How many tokens there are: the prompt's, and those that it has said."""

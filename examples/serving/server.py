@@ -119,11 +119,8 @@ class Server:
         """how many tokens are still to be said; the last token"""
         self.since = _none(b)
         """the number of its request among all that got a place"""
-        self.temperature, self.top_p, self.seed = (
-            np.zeros(b, np.float32),
-            np.zeros(b, np.float32),
-            np.zeros(b, np.uint32),
-        )
+        self.temperature, self.top_p = np.zeros((2, b), np.float32)
+        self.seed = np.zeros(b, np.uint32)
         self.offered, self.proposed = _none(b), np.zeros((b, self.ahead - 1), np.int32)
         """how many drafts of the model's own follow the last token, and which"""
         self.lookups: list[Lookup | None] = [None] * b
@@ -185,6 +182,8 @@ class Server:
             self._run(f, self._call(np.zeros((len(nobody), s), np.int32), nobody))
             self.progress(f"compiled it in {time.perf_counter() - began:.1f} s")
         self._read_beginning()
+        if len(self.beginning):
+            self._begin_as_all(len(self.places) - 1)
 
     @property
     def is_idle(self) -> bool:
@@ -195,10 +194,12 @@ class Server:
         """Lets a request wait for a place and for pages. Another thread than `work`'s may call it.
 
         Raises:
-          ValueError: the prompt has no tokens, has one that is not in the vocabulary, or begins otherwise than all do.
+          ValueError: the prompt has no tokens, has one that is not in the vocabulary, or begins otherwise than all do;
+            or a number is out of its range.
           TooLong: the request can never fit.
         """
         alike = len(self.beginning)
+        request.check()
         request.prompt = checked_tokens("prompt", request.prompt, self.vocabulary)
         if len(request.prompt) <= alike or not np.array_equal(request.prompt[:alike], self.beginning):
             raise ValueError(f"prompt: it does not go on from the {alike} tokens with which all requests begin")
@@ -273,8 +274,11 @@ class Server:
                     return
                 self._take(i, self.waiting.popleft())
                 if len(self.beginning):
-                    self.table, self.caches = self._begin((self.table, self.caches), i)
+                    self._begin_as_all(i)
                     self.cached[i] = len(self.beginning)
+
+    def _begin_as_all(self, place: int) -> None:
+        self.table, self.caches = self._begin((self.table, self.caches), place)
 
     def _take(self, place: int, request: Request) -> None:
         self.came += 1
@@ -290,7 +294,7 @@ class Server:
 
     def _clear(self, place: int) -> None:
         self.places[place] = self.lookups[place] = None
-        for numbers in (self.cached, self.count, self.left, self.since, self.temperature, self.offered):
+        for numbers in (self.cached, self.count, self.left, self.last, self.since, self.temperature, self.offered):
             numbers[place] = 0
 
     def _grow(self, place: int, tokens: int) -> None:
@@ -359,10 +363,8 @@ class Server:
         self.accepted += int(right.sum())
         self.cached = np.where(speaks, call.start + 1 + right, self.cached)
         if self.own_drafts:
-            self.proposed, self.offered = (
-                chosen[:, self.ahead :][:, : self.ahead - 1],
-                np.where(speaks, self.ahead - 1, 0),
-            )
+            self.proposed = chosen[:, self.ahead :][:, : self.ahead - 1]
+            self.offered = np.where(speaks, self.ahead - 1, 0)
         return self._heard(speaks, chosen, right)
 
     def _heard(self, speaks: np.ndarray, chosen: np.ndarray, right: np.ndarray) -> list[Request]:
