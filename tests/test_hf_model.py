@@ -180,5 +180,5 @@ def test_a_state_dict_of_torch():
     for dtype in (torch.float8_e5m2, torch.int8):
         with pytest.raises(ValueError, match=r"wkv\.weight: got .*, wanted floats"):
             from_state_dict(layer, {**tensors, "wkv.weight": tensors["wkv.weight"].float().to(dtype)})
-    with pytest.raises(ValueError, match=r"wkv\.scale: got .*, wanted none"):
+    with pytest.raises(ValueError, match=r"wkv\.weight: got .*, wanted no wkv\.scale"):
         from_state_dict(layer, {**tensors, "wkv.weight": tensors["wkv.weight"].to(torch.bfloat16)})

@@ -126,7 +126,8 @@ def from_state_dict(
             raise _check.error(ValueError, _OP, "tensors", f"{scales[1]} under {prefix!r}", "a layer's alone")
         if _dtype_name(given) != _E4M3:
             if scales:
-                raise _check.error(ValueError, _OP, prefix + scales[0], own[scales[0]], f"none: {name} is not in e4m3")
+                wanted = f"no {scales[0]}, which scales e4m3, or it in e4m3"
+                raise _check.error(ValueError, _OP, prefix + name, given, wanted)
             return x
         if not scales:
             raise _check.error(ValueError, _OP, prefix + name, given, f"{stem}{_SCALES[0]}, its scales, too")
