@@ -75,10 +75,10 @@ def test_a_token_s_text_takes_as_long_whatever_came_before(words, of):
     }[of]
     text, times = words.stream(), []
     for at in range(0, len(tokens), 1000):
-        began = time.perf_counter()
+        began = time.thread_time()
         for token in tokens[at : at + 1000]:
             text.add(token)
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     assert min(times[-5:]) < 4 * min(times[:5]), times
 
 

@@ -46,22 +46,23 @@ def test_ten_thousand_requests(speculate, beginning):
     """A call takes as long, and the server as much memory, after ten thousand as after one; and all are right."""
     rng = np.random.default_rng(0)
     alike = counting(3, beginning)
-    serving = server(places=64, pages=300, beginning=alike, speculate=speculate)
+    serving = server(places=128, pages=600, beginning=alike, speculate=speculate)
     serving.compile()
-    times, sizes, count = [], [], 10_000
-    tracemalloc.start()
-    for _ in range(count // 1000):
+    times, sizes = [], []
+    for thousand in range(10):
+        if thousand == 8:
+            tracemalloc.start()  # which makes calls slower
         requests = []
         for _ in range(1000):
             n, first = int(rng.integers(1, 24)), 3 if beginning else int(rng.integers(VOCABULARY))
-            wanted = int(rng.integers(1, 9))
+            wanted = int(rng.integers(1, 6))
             requests.append(Request(counting(first, beginning + n), wanted, float(rng.integers(2))))
             serving.submit(requests[-1])
         own = []
         while not serving.is_idle:
-            began = time.perf_counter()
+            began = time.thread_time()
             serving.work()
-            own.append(time.perf_counter() - began)
+            own.append(time.thread_time() - began)
         for request in requests:
             assert_right(request)
             assert len(request.said) == request.wanted
@@ -71,13 +72,13 @@ def test_ten_thousand_requests(speculate, beginning):
         sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     assert_empty(serving)
-    assert min(times[-3:]) < 2 * min(times[1:4]), times
-    assert max(sizes[-3:]) < max(sizes[1:4]) + 100_000, sizes
+    assert min(times[5:8]) < 3 * min(times[1:4]), times
+    assert sizes[9] < sizes[8] + 20_000, sizes  # twenty bytes for each request
 
 
 @pytest.mark.parametrize("speculate", [0, 2])
 def test_a_step_is_as_long_whatever_contexts_are(speculate):
-    """After 60 000 tokens the host calls as many functions in a step as after 600, and makes arrays of the same size."""
+    """After 60 000 tokens the host calls as many functions in a step as after 600, and makes arrays as large."""
 
     def work(length):
         """Calls of functions in ten steps, and the most bytes that one takes for a time."""
