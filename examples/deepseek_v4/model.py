@@ -19,7 +19,6 @@ may share out sequences, and "context" the tokens of each.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag, zigzag
 
+from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, products
 from .packed import Packed, in_file, whole
@@ -95,53 +95,46 @@ class Model:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "Model":
-        """The model of a config.json, given as a path or as its contents, with Hugging Face's names or DeepSeek's."""
-        whole = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-        c = whole.get("text_config") or whole
-        is_v41 = any(c.get(name) is not None for name in ("kv_source_layer_ids", "kv_source_layers"))
+        """The model of a config.json, given as a path or as its contents, with Hugging Face's names or DeepSeek's.
 
-        def read(*names: str, default: Any = None) -> Any:
-            found = [c[name] for name in names if c.get(name) is not None] + [default]
-            if found[0] is None:
-                raise ValueError(f"config: got none of {', '.join(names)}")
-            return found[0]
-
-        if read("n_shared_experts", default=1) != 1:
-            raise NotImplementedError(f"config: got {c['n_shared_experts']} shared experts, wanted 1")
-        kinds = c.get("mlp_layer_types")
-        default = 0 if is_v41 else None
-        hashed = kinds.count("hash_moe") if kinds else read("num_hash_layers", "n_hash_layers", default=default)
-        if kinds and "hash_moe" in kinds[hashed:]:
-            raise NotImplementedError(f"config: got mlp_layer_types {kinds}, wanted hash_moe in the first layers alone")
-        score = read("scoring_func", "score_func", default="sqrtsoftplus")
+        Raises:
+          ValueError: an entry is missing, is not known, or is out of its range.
+          NotImplementedError: an entry says what this model does not have.
+        """
+        layers, read = from_config(config), Entries(config)  # the first refuses other models
+        is_v41 = read.has("kv_source_layer_ids", "kv_source_layers")
+        if read.has("n_shared_experts") and (shared := read.integer("n_shared_experts", least=0)) != 1:
+            raise NotImplementedError(f"config: got {shared} shared experts, wanted 1")
+        score = read.get("scoring_func", "score_func", default="sqrtsoftplus")
         if score not in SCORES:
             raise NotImplementedError(f"config: got scores by {score}, wanted one of {', '.join(SCORES)}")
         engrams = None
-        if layers := c.get("engram_layer_ids"):
+        if read.has("engram_layer_ids"):
             engrams = Engrams(
-                tuple(layers),
-                tuple(read("engram_num_embeddings")),
-                longest=read("engram_max_ngram_size"),
-                heads=read("engram_n_heads"),
-                d=read("engram_head_dim"),
-                buckets=read("engram_vocab_size"),
-                words=read("engram_compressed_vocab_size"),
-                pad=read("engram_pad_token_id", "engram_pad_id", default=2),
+                read.integers("engram_layer_ids", most=len(layers) - 1),
+                read.integers("engram_num_embeddings"),
+                longest=read.integer("engram_max_ngram_size", least=2),
+                heads=read.integer("engram_n_heads"),
+                d=read.integer("engram_head_dim"),
+                buckets=read.integer("engram_vocab_size"),
+                words=read.integer("engram_compressed_vocab_size"),
+                pad=read.integer("engram_pad_token_id", "engram_pad_id", default=2, least=0),
             )
+        experts = read.integer("n_routed_experts", "num_local_experts")
         return cls(
-            from_config(whole),
-            vocabulary=read("vocab_size"),
-            experts=read("n_routed_experts", "num_local_experts"),
-            chosen=read("num_experts_per_tok", "n_activated_experts"),
-            inner=read("moe_intermediate_size", "moe_inter_dim"),
-            hashed=hashed,
-            scale=read("routed_scaling_factor", "route_scale", default=1.5),
-            limit=read("swiglu_limit", default=10.0) or float("inf"),
+            layers,
+            vocabulary=read.integer("vocab_size"),
+            experts=experts,
+            chosen=read.integer("num_experts_per_tok", "n_activated_experts", most=experts),
+            inner=read.integer("moe_intermediate_size", "moe_inter_dim"),
+            hashed=read.hash_layers(len(layers)),
+            scale=read.number("routed_scaling_factor", "route_scale", default=1.5),
+            limit=read.number("swiglu_limit", default=10.0) or float("inf"),
             score=score,
-            streams=read("hc_mult", default=4),
-            sinkhorn=read("hc_sinkhorn_iters", default=20),
-            hc_eps=read("hc_eps", default=1e-6),
-            temperature=read("gate_temp", default=1.0),
+            streams=read.integer("hc_mult", default=4),
+            sinkhorn=read.integer("hc_sinkhorn_iters", default=20),
+            hc_eps=read.number("hc_eps", default=1e-6),
+            temperature=read.number("gate_temp") if read.has("gate_temp") else 1.0,
             delayed=is_v41,
             engrams=engrams,
         )

@@ -153,14 +153,22 @@ def arguments() -> dict:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens (default: 8192, 131072, 1048576)"
+        "--contexts",
+        type=common.at_least(1),
+        nargs="+",
+        default=CONTEXTS,
+        help="tokens (default: 8192, 131072, 1048576)",
     )
-    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="of a step (default: 1, 8, 64)")
-    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})")
-    parser.add_argument("--calls", type=int, default=20, help="that a time is the mean of (default: 20)")
+    parser.add_argument(
+        "--sequences", type=common.at_least(1), nargs="+", default=SEQUENCES, help="of a step (default: 1, 8, 64)"
+    )
+    parser.add_argument(
+        "--chunk", type=common.at_least(1), default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})"
+    )
+    parser.add_argument("--calls", type=common.at_least(1), default=20, help="that a time is the mean of (default: 20)")
     parser.add_argument("--json", dest="file", help="a file for the same numbers")
     return vars(parser.parse_args())
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    common.run(main, **arguments())
