@@ -280,7 +280,8 @@ class Compressor:
         place = jnp.arange(self.ratio, dtype=jnp.int32)[None, None]
         ends_here = self._sums(tokens, there=place <= end[..., None])
         ends_next = self._sums(tokens, there=place > next_end[..., None])
-        own = merged([ends_here, _previous(ends_next, order)])
+        began_before = _there(_previous(ends_next, order), order.numbers(runs) > 0)
+        own = merged([ends_here, began_before])
         return self._latents(params, own, self._before(own, order), has_before > 0, dtype)
 
     def _sums(self, tokens: jax.Array, ape: jax.Array | None = None, there: jax.Array | None = None) -> list[jax.Array]:
@@ -310,10 +311,7 @@ class Compressor:
         """
         parts = [own]
         if before is not None:
-            sums = [x[..., : self.d] for x in before]
-            there = explicit_axes.like(jnp.broadcast_to(has_before, sums[0].shape[:2]), sums[0])[..., None]
-            before = [jnp.where(there, x, nothing) for x, nothing in zip(sums, (-jnp.inf, 0, 0), strict=True)]
-            parts = [before, [x[..., self.d :] for x in own]]
+            parts = [_there([x[..., : self.d] for x in before], has_before), [x[..., self.d :] for x in own]]
         return self._normed(params, joined(parts), dtype)
 
 
@@ -357,3 +355,9 @@ def _previous(sums: list[jax.Array], order: Order) -> list[jax.Array]:
     """The sums of the block before each block."""
     most, *others = previous(*sums) if order.is_natural else order.previous(*sums)
     return [jax.lax.stop_gradient(most), *others]
+
+
+def _there(sums: list[jax.Array], there: jax.Array) -> list[jax.Array]:
+    """The sums `[b, n, d]` of blocks where there are such, bool `[b or 1, n]`, and elsewhere those of no tokens."""
+    there = explicit_axes.like(jnp.broadcast_to(there, sums[0].shape[:2]), sums[0])[..., None]
+    return [jnp.where(there, x, nothing) for x, nothing in zip(sums, (-jnp.inf, 0, 0), strict=True)]

@@ -232,10 +232,11 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
     kv, score = jnp.split(ring, 2, -1)
 
     def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
-        some = score[..., of] + jnp.where(there, 0, -jnp.inf)[..., None]
+        there = there[..., None]  # elsewhere are tokens of a former sequence, which may hold NaN
+        some = jnp.where(there, score[..., of], -jnp.inf)
         most = jnp.max(some, 1)
         weight = jnp.exp(some - finite(most)[:, None])
-        return [most, jnp.sum(weight, 1), jnp.sum(weight * kv[..., of], 1)]
+        return [most, jnp.sum(weight, 1), jnp.sum(weight * jnp.where(there, kv[..., of], 0), 1)]
 
     def parts(entry: jax.Array) -> list[list[jax.Array]]:
         age = (((entry + 1) * ratio - 1)[:, None] - slots) % ring.shape[1]
