@@ -172,17 +172,32 @@ def integer(op: str, name: str, x: Any, least: int) -> Any:
     try:
         n = operator.index(x)
     except (TypeError, jax.errors.JAXTypeError) as e:
-        raise error(TypeError, op, name, x, wanted) from e
+        raise error(TypeError, op, name, x, wanted + _but_a_str(x)) from e
     if isinstance(x, bool) or not least <= n < 2**31:
         raise error(ValueError, op, name, x, wanted)
     return n
+
+
+def index(op: str, name: str, x: Any, n: Any) -> jax.Array | int:
+    """A number of one of n things: an int, or an int32 scalar, whose value is checked where it is known."""
+    x = narrow(x)
+    wanted = f"an int, or an int32 scalar, of 0 to {n - 1}" if isinstance(n, int) else "an int or an int32 scalar"
+    is_array = getattr(x, "shape", None) == () and not isinstance(x, np.generic)
+    if not is_array and (isinstance(x, bool) or not isinstance(x, int | np.integer)):
+        raise error(TypeError, op, name, x, wanted + _but_a_str(x))
+    if is_array and x.dtype not in INT:
+        raise error(ValueError, op, name, x, wanted)
+    is_known = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if is_known and isinstance(n, int) and not 0 <= int(x) < n:
+        raise error(ValueError, op, name, int(x), wanted)
+    return x if is_array else int(x)
 
 
 def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool]) -> float:
     """A finite number that fits, known while tracing; `wanted` says in words which ones do."""
     wanted += ", known while tracing"
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise error(TypeError, op, name, x, wanted)
+        raise error(TypeError, op, name, x, wanted + _but_a_str(x))
     try:
         value = float(x)
     except OverflowError:  # an int without end
@@ -190,6 +205,11 @@ def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool
     if not (math.isfinite(value) and fits(value)):
         raise error(ValueError, op, name, x, wanted)
     return value
+
+
+def _but_a_str(x: Any) -> str:
+    """The end of an error for a number that came as text, which looks like one."""
+    return f"; {x!r} is a str" if isinstance(x, str) else ""
 
 
 def epsilon(op: str, x: Any) -> None:
@@ -240,10 +260,14 @@ def implementation(op: str, x: Any) -> None:
     one_of(op, "implementation", x, (None, *get_args(Implementation)))
 
 
+def boolean(op: str, name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        raise error(TypeError, op, name, x, "a bool" + _but_a_str(x))
+
+
 def batch_invariant(op: str, x: Any, implementation: Any) -> None:
     """Raises where the reference is to have the bits of a kernel's order."""
-    if not isinstance(x, bool):
-        raise error(TypeError, op, "batch_invariant", x, "a bool")
+    boolean(op, "batch_invariant", x)
     if x and implementation == "reference":
         wanted = "False, or another implementation: XLA chooses the reference's order of sums"
         raise error(NotImplementedError, op, "batch_invariant", "True with implementation='reference'", wanted)

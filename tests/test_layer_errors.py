@@ -103,6 +103,21 @@ SIZES = [
     (lambda: LAYER.cache(2, 8, block_table=TABLE, pages=3), r"block_table: got page 3, wanted pages below the pool"),
     (lambda: LAYER.cache(2, 8, block_table=TABLE).with_block_table(TABLE[:, :1]),
      r"with_block_table: block_table: got int32\[2, 1\], wanted int32\[b=2, n=2\]"),
+    (lambda: LAYER.cache(2, 8, block_table=TABLE).with_block_table(TABLE + 1),
+     r"with_block_table: block_table: got page 4, wanted pages below the pool's 4"),
+    (lambda: changed(sparse=1), r"DSV4Attention: sparse: got 1, wanted a bool"),
+    (lambda: changed(norm_heads="no"), r"DSV4Attention: norm_heads: got no, wanted a bool; 'no' is a str"),
+    (lambda: Compressor(24, 4, 4, overlap=None), r"Compressor: overlap: got None, wanted a bool"),
+    (lambda: dataclasses.replace(INDEXER, within_candidates=2), r"Indexer: within_candidates: got 2, wanted a bool"),
+    (lambda: CACHE.fork(5, 0), r"fork: source: got 5, wanted an int, or an int32 scalar, of 0 to 1"),
+    (lambda: CACHE.fork(0, 7), r"fork: target: got 7, wanted"),
+    (lambda: CACHE.fork(-1, 0), r"fork: source: got -1, wanted"),
+    (lambda: CACHE.fork(0, np.int64(2)), r"fork: target: got 2, wanted"),
+    (lambda: CACHE.fork(1.0, 0), r"fork: source: got 1.0, wanted"),
+    (lambda: CACHE.fork(True, 0), r"fork: source: got True, wanted"),
+    (lambda: CACHE.fork("1", 0), r"fork: source: got 1, wanted .*; '1' is a str"),
+    (lambda: CACHE.fork(0, START), r"fork: target: got int32\[2\], wanted"),
+    (lambda: CACHE.fork(0, START[0] * 1.0), r"fork: target: got float32\[\], wanted"),
 ]  # fmt: skip
 OPERANDS = [
     (lambda: COMPRESSOR(PC, None), r"Compressor: x: got None, wanted bfloat16 or float16 or float32\[b, s, 24\]"),
@@ -123,6 +138,9 @@ OPERANDS = [
     (lambda: LAYER(P, X, CACHE, zigzag=1), r"DSV4Attention: zigzag: got 1, wanted None with a cache"),
     (lambda: zigzag(X, 3), r"zigzag: x: got float32\[2, 8, 24\], wanted a multiple of 6 on axis 1"),
     (lambda: unzigzag(X, 1.5), r"unzigzag: devices: got 1.5, wanted an int >= 1"),
+    (lambda: zigzag(X[0, :, 0], 2), r"zigzag: axis: got 1, wanted an axis of float32\[8\]"),
+    (lambda: unzigzag(X, 2, axis=-4), r"unzigzag: axis: got -4, wanted an axis of float32\[2, 8, 24\]"),
+    (lambda: zigzag(X, 2, axis=1.0), r"zigzag: axis: got 1.0, wanted an axis"),
     (lambda: COMPRESSOR(PC, X, AT), r"Compressor: packed: got int32\[1, 8\], wanted what `packed_blocks` finds, or N"),
     (lambda: COMPRESSOR(PC, X, packed_blocks(AT, 4)), r"packed.place: got int32\[1, 8\], wanted int32\[2, 8\]"),
     (lambda: COMPRESSOR.tokens(PC, X, AT[0]), r"Compressor: positions: got int32\[8\], wanted int32\[b=2 or 1, s=8\]"),
@@ -165,6 +183,11 @@ LAYER_CALLS = [
     (lambda: LAYER(P, X, LAYER.cache(3, 16, jnp.float32)), r"cache.window.entries: got float32\[3, .*\[b=2, page, d"),
     (lambda: LAYER.step(P, X[:, :1], None, lengths=1), r"cache: got None, wanted a LayerCache"),
     (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, start=START[:1]), r"start: got int32\[1\], wanted int32\[b=2\]"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=20), r"lengths: got 20 tokens, wanted a sequence whose entries of 4 "
+                                                         r"tokens are at most the 4 that the cache has room for"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=np.array([3, 20], np.int32)), r"lengths: got 20 tokens, wanted a s"),
+    (lambda: LAYER(P, X, CACHE, start=12), r"start: got 20 tokens, wanted a sequence whose entries of 4 tokens are at"),
+    (lambda: LAYER(P, X, CACHE, start=START, lengths=np.full(2, 20, np.int32)), r"lengths: got 20 tokens, wanted a se"),
     (lambda: LAYER(P, X, shared=X), r"shared: got float32\[2, 8, 24\], wanted a Shared or None"),
     (lambda: OF_V41[4](P_V41[4], X), r"shared.compressed: got None, wanted .*\[b=2, s=8, 32\]"),
     (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 32)))), r"shared.indices: got None, wanted int32"),
@@ -181,6 +204,14 @@ def test_error(call, message):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         jax.eval_shape(lambda: (call(), None)[1])
     assert type(raised.value) in (ValueError, TypeError)
+
+
+def test_a_fork_by_numbers_that_are_known_when_it_runs():
+    """Of a sequence that the batch does not have nothing is copied, and nothing to one."""
+    cache = OF_WINDOW._replace(window=Cache(OF_WINDOW.window.entries.at[1].set(1.0)))
+    fork = jax.jit(lambda cache, source, target: cache.fork(source, target).window.entries[:, 0, 0])
+    forks = {(0, 1): [0, 0], (1, 0): [1, 1], (5, 0): [0, 1], (-1, 0): [0, 1], (0, -1): [0, 1], (0, 7): [0, 1]}
+    assert {at: fork(cache, *at).tolist() for at in forks} == forks
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,7 +11,7 @@ import numpy as np
 from .. import Cache, _check
 from .._definitions.packed import LAYOUTS
 from .._ops.indexer_keys import page_unit
-from .outputs import LayerCache
+from .outputs import LayerCache, check_pages
 
 if TYPE_CHECKING:
     from .attention import DSV4Attention
@@ -83,8 +83,7 @@ def pool_of(
         got = f"{n} pages of {page_tokens} tokens for a sequence"
         raise _check.error(ValueError, _OP, "block_table", got, f"enough for max_length={max_length}")
     is_known = not isinstance(block_table, jax.core.Tracer) and getattr(block_table, "is_fully_addressable", True)
-    if is_known and (most := int(np.asarray(block_table).max())) >= pages:
-        raise _check.error(ValueError, _OP, "block_table", f"page {most}", f"pages below the pool's {pages}")
+    check_pages(_OP, np.asarray(block_table) if is_known else None, pages)
     return pages, page_tokens // ratio
 
 

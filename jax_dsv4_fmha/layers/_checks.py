@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from .. import Cache, _check
 from .._definitions import explicit_axes
@@ -30,6 +31,8 @@ def fitting(layer: DSV4Attention) -> None:
         _check.positive(_OP, name, getattr(layer, name))
     _check.integer(_OP, "ratio", layer.ratio, 0)
     _check.epsilon(_OP, layer.eps)
+    for name in ("sparse", "norm_heads", "fake_quantize"):
+        _check.boolean(_OP, name, getattr(layer, name))
     _check.batch_invariant(_OP, layer.batch_invariant, None)
     _check.one_of(_OP, "products", layer.products, (None, *PRODUCTS))
     if layer.products is not None and layer.batch_invariant:
@@ -133,6 +136,16 @@ def caches(layer: DSV4Attention, cache: Any, b: Any, dtype: Any) -> None:
             raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
         if part is not None:
             part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
+
+
+def room(layer: DSV4Attention, cache: LayerCache, name: str, length: Any) -> None:
+    """Raises if a length, an int or NumPy's ints, is known while tracing and its entries do not fit the cache."""
+    if cache.compressed is None or not isinstance(length, int | np.integer | np.ndarray):
+        return
+    most = cache.compressed.capacity
+    if isinstance(most, int) and int(np.max(length)) // layer.ratio > most:
+        wanted = f"a sequence whose entries of {layer.ratio} tokens are at most the {most} that the cache has room for"
+        raise _check.error(ValueError, _OP, name, f"{int(np.max(length))} tokens", wanted)
 
 
 def what_is_shared(layer: DSV4Attention, shared: Shared, b: Any, s: Any, cached: bool, chosen: bool) -> None:

@@ -183,8 +183,8 @@ class DSV4Attention:
         """An empty cache for b sequences of up to `max_length` tokens.
 
         Args:
-          b, max_length: ints >= 1. A sequence must not become longer than `max_length`; nothing checks this, since
-            lengths are known only when a step runs.
+          b, max_length: ints >= 1. A sequence must not become longer than `max_length`. Calls check a length that is
+            known while they are traced, an int or an array of NumPy's; others are known only when a program runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers; or float4_e2m1fn, for latents in that layout and entries in
             "v4_fp4" or "v41_fp4".
@@ -267,7 +267,9 @@ class DSV4Attention:
             return self._whole(params, x, segment_ids, shared or Shared(), indices, order, implementation)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
+            _checks.room(self, cache, "start", start if isinstance(start, jax.Array) else start + s)
             lengths = first + s
+        _checks.room(self, cache, "lengths", lengths)
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
         x, first, lengths, _ = explicit_axes.with_one_batch(
             _OP, x=x, start=first, lengths=lengths, cache=cache.window.rows
@@ -357,6 +359,7 @@ class DSV4Attention:
         b, s = _checks.operands(self, params, x, cache, shared, indices)
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
+        _checks.room(self, cache, "lengths", lengths)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         for state in (cache.tokens, cache.key_tokens):
             if isinstance(state, RunningSums) and s > state.capacity:

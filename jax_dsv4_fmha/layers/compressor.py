@@ -80,6 +80,8 @@ class Compressor:
     def __post_init__(self) -> None:
         for name in ("hidden", "d", "ratio"):
             _check.positive(_OP, name, getattr(self, name))
+        for name in ("overlap", "has_ape"):
+            _check.boolean(_OP, name, getattr(self, name))
         if self.overlap and self.ratio == 1:
             raise _check.error(ValueError, _OP, "overlap", self.overlap, "False with ratio 1")
         _check.epsilon(_OP, self.eps)

@@ -83,6 +83,8 @@ class Indexer:
             _check.positive(_OP, name, getattr(self, name))
         for name in ("latent", "candidate_blocks"):
             _check.integer(_OP, name, getattr(self, name), 0)
+        for name in ("within_candidates", "fake_quantize"):
+            _check.boolean(_OP, name, getattr(self, name))
         own = self.compressor
         if not isinstance(own, Compressor | None):
             raise _check.error(TypeError, _OP, "compressor", own, "a Compressor or None")

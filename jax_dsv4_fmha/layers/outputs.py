@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .. import Cache, _check
 from .pooling import RunningSums
@@ -42,10 +44,12 @@ class LayerCache(NamedTuple):
         No entry moves. A page may stand in the rows of several sequences, which then share its entries.
 
         Raises:
-          ValueError, TypeError: a table of another shape or dtype.
+          ValueError, TypeError: a table of another shape or dtype, or an array of NumPy's with a page that the pools do
+            not have.
         """
         paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
         for name, part in paged.items():
+            check_pages("with_block_table", block_table, part.entries.shape[0])
             b, n = part.block_table.shape
             table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
             sharding = jax.typeof(part.block_table).sharding
@@ -61,17 +65,22 @@ class LayerCache(NamedTuple):
         too. Do this at the end of a page: a page that both have must get no more entries.
 
         Args:
-          source, target: an int or a scalar int32, numbers in the batch.
+          source, target: an int or a scalar int32, from 0 to b - 1. Where a number is known only when the program runs
+            and there is no such sequence, nothing changes.
 
         Raises:
+          ValueError, TypeError: a number of no sequence in the batch, or not an integer.
           NotImplementedError: Explicit axes of a mesh shard the batch.
         """
+        b = self.window.rows.shape[0]
+        source, target = (_check.index("fork", name, x, b) for name, x in (("source", source), ("target", target)))
         of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
         own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
         if axes := jax.typeof(self.window.entries).sharding.spec[0]:
             got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
             raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
-        return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
+        at = jnp.where((source >= 0) & (source < b) & (target >= 0), target, b)  # row b is none
+        return self._replace(**jax.tree.map(lambda x: x.at[at].set(x[source], mode="drop"), own))
 
 
 class Shared(NamedTuple):
@@ -213,3 +222,10 @@ class Output(NamedTuple):
         q, weights, attention_q, lse = self.index_query
         assert now.indices is not None
         return Choice(q, now.keys, weights, attention_q, now.compressed, lse, now.indices)
+
+
+def check_pages(op: str, block_table: Any, pages: Any) -> None:
+    """Raises if a table on the host has a page that a pool of so many does not have; below 0 there is no page."""
+    most = int(block_table.max(initial=-1)) if isinstance(block_table, np.ndarray) else -1
+    if isinstance(pages, int) and most >= pages:
+        raise _check.error(ValueError, op, "block_table", f"page {most}", f"pages below the pool's {pages}")

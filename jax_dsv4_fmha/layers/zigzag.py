@@ -65,7 +65,9 @@ def unzigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 def _chunks(op: str, x: Any, devices: Any, axis: int) -> tuple[jax.Array, int, int]:
     """x, its axis counted from the first, and the tokens of a chunk."""
     devices, x = _check.positive(op, "devices", devices), jnp.asarray(x)
-    axis = range(x.ndim)[axis]
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise _check.error(ValueError, op, "axis", axis, f"an axis of {_check.describe(x)}")
+    axis %= x.ndim
     if x.shape[axis] % (2 * devices):
         raise _check.error(ValueError, op, "x", x, f"a multiple of {2 * devices} on axis {axis}")
     return x, axis, x.shape[axis] // (2 * devices)
