@@ -183,8 +183,8 @@ LAYER_CALLS = [
     (lambda: LAYER(P, X, LAYER.cache(3, 16, jnp.float32)), r"cache.window.entries: got float32\[3, .*\[b=2, page, d"),
     (lambda: LAYER.step(P, X[:, :1], None, lengths=1), r"cache: got None, wanted a LayerCache"),
     (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, start=START[:1]), r"start: got int32\[1\], wanted int32\[b=2\]"),
-    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=20), r"lengths: got 20 tokens, wanted a sequence whose entries of 4 "
-                                                         r"tokens are at most the 4 that the cache has room for"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=20),
+     r"lengths: got 20 tokens, wanted a sequence whose entries of 4 tokens are at most the 4 that the cache has room"),
     (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=np.array([3, 20], np.int32)), r"lengths: got 20 tokens, wanted a s"),
     (lambda: LAYER(P, X, CACHE, start=12), r"start: got 20 tokens, wanted a sequence whose entries of 4 tokens are at"),
     (lambda: LAYER(P, X, CACHE, start=START, lengths=np.full(2, 20, np.int32)), r"lengths: got 20 tokens, wanted a se"),

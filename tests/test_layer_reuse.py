@@ -1,4 +1,4 @@
-"""A place in the batch, pages and rings that former sequences used: nothing that they left reaches the next sequence."""
+"""Places, pages and rings that former sequences used: nothing that they left reaches the next sequence."""
 
 import jax
 import jax.numpy as jnp

@@ -13,6 +13,7 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from .._definitions.span import positions_of
 from .._dispatch.sequences import rounded_sequences, whole_sequences
 from . import _caches, _checks, _few_rows, _joined, _operands, _step
 from ._norm import rms_norm
+from ._single_axes import without_single_axes
 from ._step import in_8_bits
 from .compressor import Compressor, kept_at, product
 from .documents import packed_blocks
@@ -248,7 +250,25 @@ class DSV4Attention:
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
-        b, s = _checks.operands(self, params, x, cache, shared, indices)
+        _checks.operands(self, params, x, cache, shared, indices)
+        call = functools.partial(self._call, zigzag=zigzag, implementation=implementation)
+        return without_single_axes(call, params, x, cache, shared, start, lengths, segment_ids, indices)
+
+    def _call(
+        self,
+        params: Any,
+        x: jax.Array,
+        cache: LayerCache | None,
+        shared: Shared | None,
+        start: Any,
+        lengths: Any,
+        segment_ids: Any,
+        indices: Any,
+        *,
+        zigzag: int | None,
+        implementation: _check.Implementation | None,
+    ) -> Output:
+        b, s = x.shape[:2]
         order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
         if zigzag is not None and cache is not None:
             raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
@@ -356,7 +376,24 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = _checks.operands(self, params, x, cache, shared, indices)
+        _checks.operands(self, params, x, cache, shared, indices)
+        call = functools.partial(self._step, is_causal=is_causal, implementation=implementation)
+        return without_single_axes(call, params, x, cache, shared, lengths, start, indices)
+
+    def _step(
+        self,
+        params: Any,
+        x: jax.Array,
+        cache: LayerCache,
+        shared: Shared | None,
+        lengths: Any,
+        start: Any,
+        indices: Any,
+        *,
+        is_causal: bool,
+        implementation: _check.Implementation | None,
+    ) -> Output:
+        b, s = x.shape[:2]
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
         _checks.room(self, cache, "lengths", lengths)

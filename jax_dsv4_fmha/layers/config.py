@@ -79,9 +79,9 @@ def from_config(
 ) -> tuple[DSV4Attention, ...]:
     """The layers that a config.json describes, in the model's order, without the MTP layers after them.
 
-    A config with a `model_type` is a model's own, and has to say everything that changes attention. Others, as a program
-    may write them, may leave out three things: `rms_norm_eps` (1e-6), YaRN (none), and the
-    ratios of the kinds in `layer_types` (4 and 128).
+    A config with a `model_type` is a model's own, and has to say everything that changes attention. Others, as a
+    program may write them, may leave out three things: `rms_norm_eps` (1e-6), YaRN (none), and the ratios of the kinds
+    in `layer_types` (4 and 128).
 
     Args:
       config: the path of a config.json, or its contents: as published with the weights, as `transformers` saves it, or
