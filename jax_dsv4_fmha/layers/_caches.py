@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -54,11 +56,20 @@ def empty(
         unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
         if of_keys is not None and block_table is None:
             page = -(-page // unit) * unit
-        if keys is None and page % unit:  # no kernel takes packed keys in such pages
+        if keys is None and of_keys is not None and page % unit:
+            _say_once(
+                f"{_OP}.cache: index keys stay in {jnp.dtype(plain)} in pages of {page} entries, since kernels take"
+                f" packed ones in pages of a multiple of {unit}; page_tokens, or keys, changes this"
+            )
             of_keys = None
         made = entries(layer.indexer.d, of_keys, page)
         cache = cache._replace(keys=made, key_tokens=None if own is None else own.state(b, steps))
     return cache
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.getLogger("jax_dsv4_fmha").warning(text)
 
 
 def pool_of(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import Cache, _check
@@ -84,6 +86,20 @@ def fitting_indexer(layer: DSV4Attention, indexer: Indexer) -> None:
         )
 
 
+def heads_of(layer: DSV4Attention, heads: str | tuple[str, ...] | None, mesh: Any) -> None:
+    """Raises if a mesh, that of `jax.set_mesh` by default, cannot share out heads over these axes."""
+    names, is_given = explicit_axes.names(heads), mesh is not None
+    sizes = (mesh if is_given else jax.sharding.get_abstract_mesh()).shape
+    if missing := [name for name in names if name not in sizes]:
+        if is_given:
+            raise _check.error(ValueError, _OP, "heads", ", ".join(missing), f"axes of the mesh, {', '.join(sizes)}")
+        return
+    devices = math.prod(sizes[name] for name in names)
+    if layer.o_groups % devices:
+        got = f"{layer.o_groups} for the {devices} devices of {', '.join(names)}"
+        raise _check.error(ValueError, _OP, "o_groups", got, "a multiple of the devices that share the heads")
+
+
 def operands(layer: DSV4Attention, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
     """Raises unless a call's operands are of this layer; (b, s)."""
     is_joined = isinstance(params, Mapping) and JOINED in params
@@ -93,14 +109,14 @@ def operands(layer: DSV4Attention, params: Any, x: Any, cache: Any, shared: Any,
     b, s = dims["b"], dims["s"]
     whole_where_needed(layer, params, x)
     if cache is not None:
-        caches(layer, cache, b, x.dtype)
+        caches(layer, cache, b, x)
     if not isinstance(shared, Shared | None):
         raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
     if indices is not None and not layer.sparse:
         raise _check.error(ValueError, _OP, "indices", indices, "None in a layer that sees no chosen entries")
     if indices is not None:
         _check.operand(_OP, "indices", indices, "b s n", dims, _check.INT)
-    what_is_shared(layer, shared or Shared(), b, s, cache is not None, indices is not None)
+    what_is_shared(layer, shared or Shared(), x, cache, indices is not None)
     return b, s
 
 
@@ -117,10 +133,13 @@ def whole_where_needed(layer: DSV4Attention, params: Any, x: jax.Array) -> None:
             raise _check.error(ValueError, _OP, "x", got, "mesh axes that do not shard the parameters' heads")
 
 
-def caches(layer: DSV4Attention, cache: Any, b: Any, dtype: Any) -> None:
+def caches(layer: DSV4Attention, cache: Any, b: Any, x: jax.Array) -> None:
     """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
     if not isinstance(cache, LayerCache):
         raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
+    packed = [part for part in (cache.window, cache.compressed) if isinstance(part, Cache) and part.is_packed]
+    if packed and x.dtype != jnp.bfloat16:
+        raise _check.error(ValueError, _OP, "x", x, f"bfloat16, with a cache in the layout {packed[0].layout}")
     channels = {"window": layer.d}
     if layer.compressor is not None:
         channels["compressed"] = layer.d
@@ -135,7 +154,7 @@ def caches(layer: DSV4Attention, cache: Any, b: Any, dtype: Any) -> None:
             wanted = "a Cache" if name in channels else "None in such a layer"
             raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
         if part is not None:
-            part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
+            part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (x.dtype,))
 
 
 def room(layer: DSV4Attention, cache: LayerCache, name: str, length: Any) -> None:
@@ -148,20 +167,24 @@ def room(layer: DSV4Attention, cache: LayerCache, name: str, length: Any) -> Non
         raise _check.error(ValueError, _OP, name, f"{int(np.max(length))} tokens", wanted)
 
 
-def what_is_shared(layer: DSV4Attention, shared: Shared, b: Any, s: Any, cached: bool, chosen: bool) -> None:
+def what_is_shared(layer: DSV4Attention, shared: Shared, x: jax.Array, cache: LayerCache | None, chosen: bool) -> None:
     """Raises unless shared has what this layer takes from earlier ones."""
+    (b, s, _), cached = x.shape, cache is not None
     dims: dict[str, Any] = {"b": b, "s": s}
     taken = {"compressed": layer.d} if layer.ratio and layer.compressor is None else {}
     if layer.indexer is not None and not layer.indexer.owns_keys:
         taken["keys"] = layer.indexer.d
     for name, d in taken.items():
-        x = getattr(shared, name)
-        if not cached:
-            _operands.hidden(_OP, f"shared.{name}", x, d, (b, s // layer.ratio))
-        elif isinstance(x, Cache):
-            x.check(_OP, f"shared.{name}", {"b": b, "d": d}, _check.FLOAT)
+        part = getattr(shared, name)
+        if cache is None:
+            _operands.hidden(_OP, f"shared.{name}", part, d, (b, s // layer.ratio), x.dtype)
+        elif not isinstance(part, Cache):
+            raise _check.error(TypeError, _OP, f"shared.{name}", part, "a Cache, as an earlier layer returned it")
         else:
-            raise _check.error(TypeError, _OP, f"shared.{name}", x, "a Cache, as an earlier layer returned it")
+            part.check(_OP, f"shared.{name}", {"b": b, "d": d}, (x.dtype,))
+            if name == "compressed" and part.is_packed != cache.window.is_packed:
+                wanted = "entries that are packed as cache.window is, or as little"
+                raise _check.error(ValueError, _OP, f"shared.{name}.entries", part.entries, wanted)
     if chosen or not (layer.sparse and (cached or s // layer.ratio > 0)):
         return
     if layer.indexer is None:

@@ -74,15 +74,20 @@ def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
         raise _check.error(ValueError, op, name, got, f"{PartitionSpec(*wanted)}, as `partition` says")
 
 
-def hidden(op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None)) -> jax.Array:
-    """x `[b, s, last]` as an array of floats; `first` has b and s where they must be some number. Both may be 0."""
+def hidden(
+    op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None), dtype: Any = None
+) -> jax.Array:
+    """x `[b, s, last]` as an array of floats; `first` has b and s where they must be some number. Both may be 0. dtype:
+    the one that x must have; None is any.
+    """
+    dtypes = _check.FLOAT if dtype is None else (dtype,)
 
     def fits(x: Any) -> bool:
-        there = x.dtype in _check.FLOAT and x.ndim == 3 and x.shape[2] == last
+        there = x.dtype in dtypes and x.ndim == 3 and x.shape[2] == last
         return there and all(n is None or n == m for n, m in zip(first, x.shape, strict=False))
 
     sizes = [letter if n is None else f"{letter}={n}" for letter, n in zip("bs", first, strict=True)]
-    return _check.array(op, name, x, f"{' or '.join(map(str, _check.FLOAT))}[{', '.join([*sizes, str(last)])}]", fits)
+    return _check.array(op, name, x, f"{' or '.join(map(str, dtypes))}[{', '.join([*sizes, str(last)])}]", fits)
 
 
 def positions(op: str, name: str, x: Any, b: Any, s: Any) -> jax.Array:

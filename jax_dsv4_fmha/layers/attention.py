@@ -160,12 +160,21 @@ class DSV4Attention:
         _operands.parameters(self, params)
         return _joined.joined(self, params)
 
-    def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
+    def partition(self, heads: str | tuple[str, ...] | None = None, mesh: Any = None) -> dict[str, Any]:
         """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
 
         All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
         heads.
+
+        Args:
+          heads: names of axes; None shards nothing.
+          mesh: the Mesh or AbstractMesh; by default that of `jax.set_mesh`, if there is one.
+
+        Raises:
+          ValueError: the mesh does not have these axes, or more devices share the heads than `o_groups` can be divided
+            over. Without a mesh, placing the parameters is then JAX's error, which names none of them.
         """
+        _checks.heads_of(self, heads, mesh)
         specs = jax.tree.map(lambda _: PartitionSpec(), _operands.shapes(self))
         split = {name: PartitionSpec(heads) for name in ("sink", "wo_a", "wo_b")}
         return {**specs, **split, "wq_b": PartitionSpec(None, heads)}

@@ -78,8 +78,8 @@ def from_state_dict(
         as the parameters are laid out. None means the default device.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, is not of floats, is in 8 bits without scales, or has no use
-        in the layer.
+      ValueError: a tensor is missing, has another shape, is not of floats, is in 8 bits without scales, is in more bits
+        with scales, or has no use in the layer; or a sharding that does not divide its parameter.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
 
     Examples:
@@ -122,6 +122,9 @@ def from_state_dict(
         stem = name.removesuffix(".weight")
         scales = [s for s in (*(stem + end for end in _SCALES), name + _SCALES[2]) if s in own]
         if scales:
+            if len(scales) == 1 and "float8" not in str(given.dtype):  # two of them are an error below
+                wanted = f"no {scales[0]}, which scales e4m3, or it in e4m3"
+                raise _check.error(ValueError, _OP, prefix + name, given, wanted)
             used.add(scales[0])
             return _scaled(prefix + name, x, _to_numpy(prefix + scales[0], own[scales[0]], "scales of floats"))
         if "float8" in str(given.dtype):
@@ -147,7 +150,13 @@ def from_state_dict(
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
         x = x.reshape(shape).astype(jnp.float32 if last in IN_FLOAT32 else dtype)
-        return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(shape, sharding, lambda at: x[at])
+        if sharding is None:
+            return jnp.asarray(x)
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as e:
+            raise _check.error(ValueError, _OP, f"shardings of {leaf}", str(sharding), f"one for {list(shape)}") from e
+        return jax.make_array_from_callback(shape, sharding, lambda at: x[at])
 
     of_layer = shapes(layer)
     where = shardings if isinstance(shardings, dict) else jax.tree.map(lambda _: shardings, of_layer)
