@@ -46,11 +46,8 @@ def test_public_names():
 
 
 LAYERS = [
-    "Choice",
     "Compressor",
     "DSV4Attention",
-    "GRADIENT_OPTIONS",
-    "IndexQuery",
     "Indexer",
     "LayerCache",
     "Output",

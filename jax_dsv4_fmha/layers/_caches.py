@@ -1,10 +1,8 @@
 """Empty caches of a layer."""
 
-from __future__ import annotations
-
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +11,8 @@ import numpy as np
 from .. import Cache, _check
 from .._definitions.packed import LAYOUTS
 from .._ops.indexer_keys import page_unit
+from ._shape import LayerShape, formats
 from .outputs import LayerCache, check_pages
-
-if TYPE_CHECKING:
-    from .attention import DSV4Attention
 
 _OP = "DSV4Attention"
 _FP8, _FP4 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float4_e2m1fn)
@@ -25,7 +21,7 @@ _IN_FP4 = {"v4_fp8": "v4_fp4", "v41_fp8": "v41_fp4"}  # the layout of entries, b
 
 
 def empty(
-    layer: DSV4Attention,
+    layer: LayerShape,
     b: int,
     max_length: int,
     dtype: Any,
@@ -73,7 +69,7 @@ def _say_once(text: str) -> None:
 
 
 def pool_of(
-    layer: DSV4Attention, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any
+    layer: LayerShape, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any
 ) -> tuple[int, int]:
     """How many pages, of how many entries, make a cache of entries; without a table a page is a sequence."""
     ratio = max(layer.ratio, 1)
@@ -98,16 +94,16 @@ def pool_of(
     return pages, page_tokens // ratio
 
 
-def layouts(layer: DSV4Attention, dtype: Any) -> tuple[str | None, str | None]:
+def layouts(layer: LayerShape, dtype: Any) -> tuple[str | None, str | None]:
     """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
-    near, _ = layer._formats
+    near, _ = formats(layer)
     of_model = {_FP8: (near, near), _FP4: (near, _IN_FP4[near])}
     wanted = f"bfloat16, float16, float32, {' or '.join(map(str, of_model))}"
     dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
     return of_model.get(dtype, (None, None))
 
 
-def layout_of_keys(layer: DSV4Attention, keys: Any, plain: Any, packed: bool) -> str | None:
+def layout_of_keys(layer: LayerShape, keys: Any, plain: Any, packed: bool) -> str | None:
     """The layout of index keys, of this dtype or beside latents that are packed or not; None of `plain` ones."""
     if keys is not None:
         wanted = f"None, {jnp.dtype(plain)}, {' or '.join(map(str, _KEYS))}"

@@ -1,10 +1,8 @@
-"""What a layer's parts and the operands of a call have to be, in words where they are not."""
+"""What the operands of a call have to be, in words where they are not, and where they lie."""
 
-from __future__ import annotations
-
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,98 +10,19 @@ import numpy as np
 
 from .. import Cache, _check
 from .._definitions import explicit_axes
-from .._definitions.e4m3 import BF16_ROPE, PRODUCTS, ROPE
-from .._definitions.packed import LAYOUTS
-from . import _operands
-from ._joined import JOINED
-from .compressor import Compressor
-from .indexer import Indexer
-from .outputs import LayerCache, Shared
-from .rope import Rope
-
-if TYPE_CHECKING:
-    from .attention import DSV4Attention
+from . import _operands, _params
+from ._shape import LayerShape
+from .compressor import check_state
+from .outputs import LayerCache, Output, Shared
+from .pooling import RunningSums
 
 _OP = "DSV4Attention"
+F = TypeVar("F", bound=Callable[..., Output])
 
 
-def fitting(layer: DSV4Attention) -> None:
-    """Raises unless the sizes and parts of a layer fit together."""
-    for name in ("hidden", "heads", "d", "q_rank", "o_groups", "o_rank", "window"):
-        _check.positive(_OP, name, getattr(layer, name))
-    _check.integer(_OP, "ratio", layer.ratio, 0)
-    _check.epsilon(_OP, layer.eps)
-    for name in ("sparse", "norm_heads", "fake_quantize"):
-        _check.boolean(_OP, name, getattr(layer, name))
-    _check.batch_invariant(_OP, layer.batch_invariant, None)
-    _check.one_of(_OP, "products", layer.products, (None, *PRODUCTS))
-    if layer.products is not None and layer.batch_invariant:
-        raise _check.error(ValueError, _OP, "products", layer.products, "None with batch_invariant=True")
-    if layer.heads % layer.o_groups:
-        raise _check.error(ValueError, _OP, "o_groups", layer.o_groups, f"a divisor of the {layer.heads} heads")
-    for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):
-        if not isinstance(getattr(layer, name), kind):
-            raise _check.error(TypeError, _OP, name, getattr(layer, name), f"a {name.title()}")
-    if layer.products == BF16_ROPE and layer.rope.dims != ROPE:
-        raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"{ROPE} with products={BF16_ROPE!r}")
-    if layer.rope.dims > layer.d:
-        raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"at most d={layer.d}")
-    own = layer.compressor
-    if own is not None and (own.hidden, own.d, own.ratio) != (layer.hidden, layer.d, layer.ratio):
-        got, wanted = (f"hidden={x.hidden}, d={x.d}, ratio={x.ratio}" for x in (own, layer))
-        raise _check.error(ValueError, _OP, "compressor", got, wanted)
-    if layer.fake_quantize:
-        rounded_dims = layer.d - layer._plain
-        for layout in layer._formats[: 1 + (own is not None)]:
-            if rounded_dims % (group := LAYOUTS[layout].group):
-                wanted = (
-                    f"a multiple of {group} with fake_quantize" + f", and {layer._plain} for RoPE" * layer.norm_heads
-                )
-                raise _check.error(ValueError, _OP, "d", layer.d, wanted)
-    if layer.sparse and not layer.ratio:
-        raise _check.error(ValueError, _OP, "sparse", layer.sparse, "False with ratio 0")
-    if layer.indexer is not None:
-        fitting_indexer(layer, layer.indexer)
-
-
-def fitting_indexer(layer: DSV4Attention, indexer: Indexer) -> None:
-    """Raises unless the indexer fits the layer."""
-    wanted = {"hidden": layer.hidden, "q_rank": layer.q_rank, "fake_quantize": layer.fake_quantize}
-    if indexer.latent:
-        wanted["latent"] = layer.d
-    for name, n in wanted.items():
-        if getattr(indexer, name) != n:
-            raise _check.error(ValueError, _OP, f"indexer.{name}", getattr(indexer, name), str(n))
-    if layer.rope.dims > indexer.d:
-        raise _check.error(ValueError, _OP, "indexer.d", indexer.d, f"at least the {layer.rope.dims} dims of rope")
-    if not layer.sparse:
-        raise _check.error(ValueError, _OP, "sparse", layer.sparse, "True with an indexer")
-    if indexer.owns_keys and layer.compressor is None:
-        raise _check.error(ValueError, _OP, "compressor", None, "one with an indexer that makes keys")
-    if indexer.compressor is not None and indexer.compressor.ratio != layer.ratio:
-        raise _check.error(
-            ValueError, _OP, "indexer.compressor.ratio", indexer.compressor.ratio, f"the layer's {layer.ratio}"
-        )
-
-
-def heads_of(layer: DSV4Attention, heads: str | tuple[str, ...] | None, mesh: Any) -> None:
-    """Raises if a mesh, that of `jax.set_mesh` by default, cannot share out heads over these axes."""
-    names, is_given = explicit_axes.names(heads), mesh is not None
-    sizes = (mesh if is_given else jax.sharding.get_abstract_mesh()).shape
-    if missing := [name for name in names if name not in sizes]:
-        if is_given:
-            raise _check.error(ValueError, _OP, "heads", ", ".join(missing), f"axes of the mesh, {', '.join(sizes)}")
-        return
-    devices = math.prod(sizes[name] for name in names)
-    if layer.o_groups % devices:
-        got = f"{layer.o_groups} for the {devices} devices of {', '.join(names)}"
-        raise _check.error(ValueError, _OP, "o_groups", got, "a multiple of the devices that share the heads")
-
-
-def operands(layer: DSV4Attention, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
+def operands(layer: LayerShape, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
     """Raises unless a call's operands are of this layer; (b, s)."""
-    is_joined = isinstance(params, Mapping) and JOINED in params
-    _operands.parameters(layer, params, "joined" if is_joined else "")
+    _params.check(layer, params)
     dims: dict[str, Any] = {"hidden": layer.hidden}
     x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
     b, s = dims["b"], dims["s"]
@@ -114,13 +33,11 @@ def operands(layer: DSV4Attention, params: Any, x: Any, cache: Any, shared: Any,
         raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
     if indices is not None and not layer.sparse:
         raise _check.error(ValueError, _OP, "indices", indices, "None in a layer that sees no chosen entries")
-    if indices is not None:
-        _check.operand(_OP, "indices", indices, "b s n", dims, _check.INT)
     what_is_shared(layer, shared or Shared(), x, cache, indices is not None)
     return b, s
 
 
-def whole_where_needed(layer: DSV4Attention, params: Any, x: jax.Array) -> None:
+def whole_where_needed(layer: LayerShape, params: Any, x: jax.Array) -> None:
     """Raises where Explicit axes of a mesh shard what has to be whole."""
     heads = explicit_axes.entries(params["wq_b"])[1]
     _operands.sharded_as(_OP, "params", params, layer.partition(heads))
@@ -133,7 +50,7 @@ def whole_where_needed(layer: DSV4Attention, params: Any, x: jax.Array) -> None:
             raise _check.error(ValueError, _OP, "x", got, "mesh axes that do not shard the parameters' heads")
 
 
-def caches(layer: DSV4Attention, cache: Any, b: Any, x: jax.Array) -> None:
+def caches(layer: LayerShape, cache: Any, b: Any, x: jax.Array) -> None:
     """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
     if not isinstance(cache, LayerCache):
         raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
@@ -148,7 +65,7 @@ def caches(layer: DSV4Attention, cache: Any, b: Any, x: jax.Array) -> None:
     states = {"tokens": layer.compressor, "key_tokens": None if layer.indexer is None else layer.indexer.compressor}
     for name, part in cache._asdict().items():
         if (compressor := states.get(name)) is not None:
-            compressor.check_state(_OP, f"cache.{name}", part, b)
+            check_state(compressor, _OP, f"cache.{name}", part, b)
             continue
         if (part is None) == (name in channels) or not isinstance(part, Cache | None):
             wanted = "a Cache" if name in channels else "None in such a layer"
@@ -157,7 +74,45 @@ def caches(layer: DSV4Attention, cache: Any, b: Any, x: jax.Array) -> None:
             part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (x.dtype,))
 
 
-def room(layer: DSV4Attention, cache: LayerCache, name: str, length: Any) -> None:
+def prompt_or_chunk(cache: Any, start: Any, lengths: Any, segment_ids: Any, zigzag: Any) -> None:
+    """Raises where operands of a chunk come without a cache, or those of a prompt with one."""
+    for name, x in (("zigzag", zigzag), ("segment_ids", segment_ids)):
+        if cache is not None and x is not None:
+            raise _check.error(ValueError, _OP, name, x, "None with a cache")
+    if cache is None and (lengths is not None or not (isinstance(start, int) and start == 0)):
+        raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
+
+
+def beside(x: jax.Array, name: str, of_tokens: Any) -> tuple[jax.Array, Any]:
+    """x, and int32 `[b, s, …]` of its tokens or None, with sequences where they are in either."""
+    if of_tokens is None:
+        return x, None
+    dims = dict(zip("bs", x.shape, strict=False))
+    of_tokens = _check.operand(_OP, name, of_tokens, "b s n" if name == "indices" else "b s", dims, _check.INT)
+    x, of_tokens = explicit_axes.with_one_batch(_OP, **{"x": x, name: of_tokens})
+    return x, of_tokens
+
+
+def steps(cache: LayerCache, x: jax.Array) -> None:
+    """Raises if there are more new tokens than a cache was made for."""
+    for state in (cache.tokens, cache.key_tokens):
+        if isinstance(state, RunningSums) and x.shape[1] > state.capacity:
+            raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
+
+
+def trained(layer: LayerShape, out: Any) -> None:
+    """Raises unless `indexer_loss` can train the layer's indexer by this result."""
+    if not isinstance(out, Output):
+        raise _check.error(TypeError, "indexer_loss", "out", out, "an Output")
+    if layer.indexer is None:
+        raise _check.error(ValueError, "indexer_loss", "layer", "one without an indexer", "one that chooses entries")
+    if out.cache is not None:
+        raise _check.error(
+            ValueError, "indexer_loss", "out", "that of a chunk or a step", "a prompt's, without a cache"
+        )
+
+
+def fits_cache(layer: LayerShape, cache: LayerCache, name: str, length: Any) -> None:
     """Raises if a length, an int or NumPy's ints, is known while tracing and its entries do not fit the cache."""
     if cache.compressed is None or not isinstance(length, int | np.integer | np.ndarray):
         return
@@ -167,7 +122,7 @@ def room(layer: DSV4Attention, cache: LayerCache, name: str, length: Any) -> Non
         raise _check.error(ValueError, _OP, name, f"{int(np.max(length))} tokens", wanted)
 
 
-def what_is_shared(layer: DSV4Attention, shared: Shared, x: jax.Array, cache: LayerCache | None, chosen: bool) -> None:
+def what_is_shared(layer: LayerShape, shared: Shared, x: jax.Array, cache: LayerCache | None, chosen: bool) -> None:
     """Raises unless shared has what this layer takes from earlier ones."""
     (b, s, _), cached = x.shape, cache is not None
     dims: dict[str, Any] = {"b": b, "s": s}
@@ -191,3 +146,50 @@ def what_is_shared(layer: DSV4Attention, shared: Shared, x: jax.Array, cache: La
         _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
     elif layer.indexer.within_candidates:
         _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
+
+
+# Where operands lie
+
+
+def without_single_axes(call: F) -> F:
+    """The call of a layer, `call(layer, params, x, …)`, whose operands no mesh axis of size 1 shards. Results lie where
+    the operands would have had them.
+    """
+
+    @functools.wraps(call)
+    def on_others(layer: Any, params: Any, x: Any, *caches: Any, **operands: Any) -> Output:
+        given = params, x, caches, operands
+        kept = explicit_axes.without_single(given)
+        if all(map(_lie_alike, jax.tree.leaves(given), jax.tree.leaves(kept))):
+            return call(layer, params, x, *caches, **operands)
+        batch = [y for y in jax.tree.leaves((x, caches, operands)) if isinstance(y, jax.Array) and y.ndim]
+        sequences = next((entry for y in batch if (entry := explicit_axes.entries(y)[0]) is not None), None)
+        tokens = explicit_axes.entries(x)[1] if isinstance(x, jax.Array) and x.ndim > 1 else None
+        params, x, caches, operands = kept
+        return _placed(call(layer, params, x, *caches, **operands), sequences, tokens)
+
+    return on_others  # type: ignore[return-value]
+
+
+def _lie_alike(x: Any, y: Any) -> bool:
+    return not isinstance(x, jax.Array) or explicit_axes.entries(x) == explicit_axes.entries(y)
+
+
+def _placed(out: Output, sequences: explicit_axes.Entry, tokens: explicit_axes.Entry) -> Output:
+    """The same results with these axes for sequences, and for the tokens of x."""
+
+    def rows(x: Any, *of_tokens: explicit_axes.Entry) -> Any:
+        def place(x: jax.Array) -> jax.Array:
+            return explicit_axes.placed(x, sequences, *of_tokens, *explicit_axes.entries(x)[1 + len(of_tokens) :])
+
+        return jax.tree.map(place, x)
+
+    def part(x: Any) -> Any:
+        if isinstance(x, Cache) and x.block_table is not None:  # whose pool is whole on every device
+            return Cache(x.entries, rows(x.block_table), x.layout)
+        return rows(x)
+
+    entries = {name: rows(getattr(out.made, name)) for name in ("compressed", "keys")}
+    chosen = {name: rows(getattr(out.made, name), tokens) for name in ("indices", "blocks")}
+    cache = jax.tree.map(part, out.cache, is_leaf=lambda x: isinstance(x, Cache))
+    return Output(rows(out.y, tokens), cache, out.made._replace(**entries, **chosen), rows(out.indexed, tokens))

@@ -21,7 +21,7 @@ from .._dispatch.support import Support
 from .._host import few_rows_product as raw
 from .._host import library
 from .._ops.rope import normed_then_turned, turned
-from .compressor import product
+from ._products import product
 from .hadamard import hadamard
 
 MAX_ROWS = 128
@@ -118,6 +118,13 @@ def _heads_call(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> Cal
 def _index_call(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool, **params: Any) -> Callable[..., Arrays] | None:
     fits = w.shape[2] == raw.INDEX_D and dims == raw.DIMS
     return _call(_INDEX, x, w, w.shape[0], w.shape[1] * w.shape[2], to_fp8=to_fp8, **params) if fits else None
+
+
+def projected_back(o: jax.Array, w_a: jax.Array, w_b: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
+    """y `[b, s, n]` of o `[b, s, h, d]`, with w_a `[g, h / g, d, k]` and w_b `[g, k, n]`; o is first turned back by a
+    table, if any.
+    """
+    return summed_product(grouped_product(o, w_a.reshape(w_a.shape[0], -1, w_a.shape[3]), table, kernel), w_b, kernel)
 
 
 def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:

@@ -17,10 +17,10 @@ IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
 
 
 @functools.cache
-def shapes(part: Any, form: str = "") -> dict[str, Any]:
-    """Shapes of the parameters that `part.init` makes, or that the method `form` makes of them."""
+def shapes(part: Any) -> dict[str, Any]:
+    """Shapes of the parameters that `part.init` makes."""
     found: dict[str, Any] = jax.eval_shape(lambda: part.init(jax.random.key(0)))
-    return jax.eval_shape(getattr(part, form), found) if form else found
+    return found
 
 
 def with_matrices_in(params: Any, dtype: Any) -> Any:
@@ -30,14 +30,13 @@ def with_matrices_in(params: Any, dtype: Any) -> Any:
     )
 
 
-def parameters(part: Any, params: Any, form: str = "") -> None:
-    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats; form: as in
-    `shapes`.
-    """
-    _agree(type(part).__name__, "params", params, shapes(part, form))
+def parameters(part: Any, params: Any) -> None:
+    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats."""
+    agree(type(part).__name__, "params", params, shapes(part))
 
 
-def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
+def agree(op: str, name: str, got: Any, wanted: Any) -> None:
+    """Raises unless these are floats with the wanted names and shapes."""
     if not isinstance(wanted, Mapping):
         shape = f"floats{list(wanted.shape)}" + _as_torch_has_it(got, wanted.shape)
         _check.array(op, name, got, shape, lambda x: x.shape == wanted.shape and jnp.issubdtype(x.dtype, jnp.floating))
@@ -50,7 +49,7 @@ def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
         found = [f"no {', '.join(missing)}"] * bool(missing) + [f"{', '.join(surplus)} too"] * bool(surplus)
         raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
     for key in wanted:
-        _agree(op, f"{name}.{key}", got[key], wanted[key])
+        agree(op, f"{name}.{key}", got[key], wanted[key])
 
 
 def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:

@@ -23,6 +23,7 @@ from .._definitions import explicit_axes
 from .._dispatch.sequences import previous, whole_sequences
 from . import _operands, documents
 from ._norm import rms_norm
+from ._products import product
 from .documents import PackedBlocks
 from .insert import Entries
 from .pooling import (
@@ -190,10 +191,6 @@ class Compressor:
             return RunningSums.zeros(b, steps, self.d)
         return Cache.zeros(b, self.reach + steps - 1, self.width, jnp.float32)
 
-    def entries(self, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
-        """What makes entries of a cache of the rows `x @ params["w"]`."""
-        return Entries(params["norm"], rotation, self.eps, self.ratio, params.get("ape"), is_transformed)
-
     @jax.named_scope("compressor")
     def extend(
         self, params: Any, x: jax.Array, state: Cache | RunningSums | None, start: jax.Array, lengths: jax.Array
@@ -216,7 +213,7 @@ class Compressor:
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         start = _check.operand(_OP, "start", start, "b", dims, _check.INT)
         lengths = _check.operand(_OP, "lengths", lengths, "b", dims, _check.INT)
-        self.check_state(_OP, "state", state, dims["b"])
+        check_state(self, _OP, "state", state, dims["b"])
         x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
         new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
@@ -237,25 +234,6 @@ class Compressor:
         # the first block starts somewhere in the first r rows; earlier rows come before it
         aligned = rows_from(both, r - start % r, (n + self.blocks - 1) * r)
         return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
-
-    def check_state(self, op: str, name: str, state: Any, b: Any) -> None:
-        """Raises unless it is a state of b sequences, as `state` makes one."""
-        if (state is None) != (self.ratio == 1) or not isinstance(state, Cache | RunningSums | None):
-            wanted = "None with ratio 1" if self.ratio == 1 else "what `Compressor.state` makes"
-            raise _check.error(TypeError, op, name, state, wanted)
-        if isinstance(state, RunningSums):
-            axes = {"tokens": "b steps width", "sums": "b three d", "folded": "b one"}
-            dims = {"b": b, "width": self.width, "d": self.d, "three": 3, "one": 1}
-            for part, of_part in axes.items():
-                dtypes = _check.INT if part == "folded" else _check.FP32
-                _check.operand(op, f"{name}.{part}", getattr(state, part), of_part, dims, dtypes)
-            if self.overlap or state.capacity > self.ratio:
-                raise _check.error(ValueError, op, name, "running sums", f"a ring of {self.reach} tokens at least")
-        elif state is not None:
-            state.check(op, name, {"b": b, "d": self.width}, _check.FP32)
-            if state.capacity < self.reach:
-                got = f"room for {state.capacity} tokens"
-                raise _check.error(ValueError, op, name, got, f"{self.reach} at least")
 
     def _normed(self, params: Any, pooled: jax.Array, dtype: Any) -> jax.Array:
         return rms_norm(pooled.astype(dtype), params["norm"], self.eps)
@@ -319,31 +297,34 @@ class Compressor:
         return self._normed(params, joined(parts), dtype)
 
 
+def entries_of(compressor: Compressor, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
+    """What makes entries of a cache of the rows `x @ params["w"]`."""
+    of_block = compressor.ratio, params.get("ape"), is_transformed
+    return Entries(params["norm"], rotation, compressor.eps, *of_block)
+
+
+def check_state(compressor: Compressor, op: str, name: str, state: Any, b: Any) -> None:
+    """Raises unless it is a state of b sequences, as `state` makes one."""
+    if (state is None) != (compressor.ratio == 1) or not isinstance(state, Cache | RunningSums | None):
+        wanted = "None with ratio 1" if compressor.ratio == 1 else "what `Compressor.state` makes"
+        raise _check.error(TypeError, op, name, state, wanted)
+    if isinstance(state, RunningSums):
+        axes = {"tokens": "b steps width", "sums": "b three d", "folded": "b one"}
+        dims = {"b": b, "width": compressor.width, "d": compressor.d, "three": 3, "one": 1}
+        for part, of_part in axes.items():
+            dtypes = _check.INT if part == "folded" else _check.FP32
+            _check.operand(op, f"{name}.{part}", getattr(state, part), of_part, dims, dtypes)
+        if compressor.overlap or state.capacity > compressor.ratio:
+            raise _check.error(ValueError, op, name, "running sums", f"a ring of {compressor.reach} tokens at least")
+    elif state is not None:
+        state.check(op, name, {"b": b, "d": compressor.width}, _check.FP32)
+        if state.capacity < compressor.reach:
+            got = f"room for {state.capacity} tokens"
+            raise _check.error(ValueError, op, name, got, f"{compressor.reach} at least")
+
+
 _OP = "Compressor"
 _LONG = 16  # tokens of a block of which sums are kept
-
-
-@jax.custom_vjp
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w in float32, w in x's dtype. The cotangent is rounded to x's dtype, as for other products.
-
-    It is a product of its own, because XLA merges products of one x, and then copies their weights side by side in
-    every call.
-    """
-    x, w = jax.lax.optimization_barrier((x, w.astype(x.dtype)))
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
-
-
-def _product_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    return product(x, w), (x, w)
-
-
-def _product_backward(operands: Any, dy: jax.Array) -> Any:
-    _, vjp = jax.vjp(lambda x, w: jnp.matmul(x, w.astype(x.dtype)), *operands)
-    return vjp(dy.astype(operands[0].dtype))
-
-
-product.defvjp(_product_forward, _product_backward)
 
 
 def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:

@@ -111,6 +111,10 @@ class Shared(NamedTuple):
     blocks: jax.Array | None = None
     """int32 `[b, s, n]`: the blocks of entries that later indexers choose from"""
 
+    def without(self, given: "Shared") -> "Shared":
+        """What a layer that was given `given` made of it, without caches, which the layer's own cache holds."""
+        return Shared(*(None if x is old or isinstance(x, Cache) else x for x, old in zip(self, given, strict=True)))
+
     def after(self, out: "Output") -> "Shared":
         """What the layer after the one with this output takes: what that layer made, and the rest as it was."""
         cached = Shared() if out.cache is None else Shared(out.cache.compressed, out.cache.keys)
@@ -119,69 +123,19 @@ class Shared(NamedTuple):
         )
 
 
-class Choice(NamedTuple):
-    """The choice of a layer's indexer, and what attention made of it, by the names that `indexer_loss` takes.
-
-    `indexer_loss(**choice._asdict(), sink=params["sink"])` is the loss `[b, s]`.
-
-    Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import indexer_loss
-      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
-      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
-      >>> layer = DSV4Attention(
-      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
-      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
-      ... )
-      >>> params = layer.init(jax.random.key(0))
-      >>> choice = jax.jit(layer)(params, jnp.ones((1, 20, 64))).choice()
-      >>> indexer_loss(**choice._asdict(), sink=params["sink"]).shape
-      (1, 20)
-    """
+class Indexed(NamedTuple):
+    """What an indexer and attention had of a prompt, for `DSV4Attention.indexer_loss`."""
 
     q: jax.Array
     """the indexer's queries `[b, s, index heads, index d]`"""
-    k: jax.Array
-    """its keys `[b, n, index d]`"""
     weights: jax.Array
     """float32 `[b, s, index heads]`"""
     attention_q: jax.Array
-    """`[b, s, h, d]`"""
-    kv: jax.Array
-    """the entries `[b, n, d]`"""
+    """`[b, s, h, d]`, before the norm of heads and RoPE"""
+    table: jax.Array
+    """float32 `[b or 1, s, dims]`, RoPE of these queries"""
     lse: jax.Array
     """float32 `[b, s, h]`, over the window and the chosen entries"""
-    indices: jax.Array
-    """int32 `[b, s, topk]`"""
-
-
-class IndexQuery(NamedTuple):
-    """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds.
-
-    Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
-      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
-      >>> layer = DSV4Attention(
-      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
-      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
-      ... )
-      >>> params = layer.init(jax.random.key(0))
-      >>> index_query = jax.jit(layer)(params, jnp.ones((1, 20, 64))).index_query
-      >>> index_query.q.shape, index_query.attention_q.shape
-      ((1, 20, 2, 16), (1, 20, 4, 32))
-    """
-
-    q: jax.Array
-    """`[b, s, index heads, index d]`"""
-    weights: jax.Array
-    """float32 `[b, s, index heads]`"""
-    attention_q: jax.Array
-    """`[b, s, h, d]`"""
-    lse: jax.Array
-    """float32 `[b, s, h]`"""
 
 
 class Output(NamedTuple):
@@ -194,7 +148,7 @@ class Output(NamedTuple):
       >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
       >>> params = layer.init(jax.random.key(0))
       >>> out = jax.jit(layer)(params, jnp.ones((2, 6, 64)))
-      >>> out.y.shape, out.cache, out.choice()
+      >>> out.y.shape, out.cache, out.indices
       ((2, 6, 64), None, None)
     """
 
@@ -204,8 +158,8 @@ class Output(NamedTuple):
     """the new cache, if there was one"""
     made: Shared
     """what this layer made for the layers after it, without what its cache holds; `Shared.after` puts both together"""
-    index_query: IndexQuery | None
-    """only from a layer with an indexer, with entries to choose from and without a cache"""
+    indexed: Indexed | None
+    """what `DSV4Attention.indexer_loss` takes; only from an indexer with entries to choose from, and without a cache"""
 
     @property
     def indices(self) -> jax.Array | None:
@@ -213,15 +167,6 @@ class Output(NamedTuple):
         None from a layer without an indexer.
         """
         return self.made.indices
-
-    def choice(self, shared: Shared | None = None) -> Choice | None:
-        """What `indexer_loss` takes, or None; shared: what the layer was given, which only V4.1's needs."""
-        if self.index_query is None:
-            return None
-        now = (shared or Shared()).after(self)
-        q, weights, attention_q, lse = self.index_query
-        assert now.indices is not None
-        return Choice(q, now.keys, weights, attention_q, now.compressed, lse, now.indices)
 
 
 def check_pages(op: str, block_table: Any, pages: Any) -> None:
