@@ -169,7 +169,7 @@ def test_index_keys_of_an_fp8_cache():
 
 
 def test_index_keys_that_are_not_packed_are_told(caplog):
-    """By default, in pages that no kernel takes; who asks for a format gets it."""
+    """It is the default in pages that no kernel takes; who asks for a format gets it."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
     layer = from_config(MODELS["v4"] | sizes)[1]
     how = {"block_table": jnp.zeros((2, 2), jnp.int32), "page_tokens": 64}

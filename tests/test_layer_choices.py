@@ -90,7 +90,7 @@ def test_a_given_choice_over_a_cache(method):
 
 
 def test_gradient_and_loss_of_a_replay():
-    """As of the layer's own choice, where that is what is given; the loss is of the given entries."""
+    """They are those of the layer's own choice, if that is given; the loss is of the given entries."""
     layers, params = model("v4")
     layer, p, x = layers[1], params[1], hidden(2, 24)
     chosen = jax.jit(layer)(p, x).indices

@@ -24,7 +24,7 @@ def whole(name, model="deepseek_v4"):
 
 
 def as_transformers_saves_it():
-    """With kinds of layers by name, nested RoPE, and what `DeepseekV4Config.to_dict` repeats at the top."""
+    """It has kinds of layers by name, nested RoPE, and what `DeepseekV4Config.to_dict` repeats at the top."""
     config = whole("flash")
     kinds = dict(zip((0, 4, 128), MODELS["v4"]["layer_types"], strict=True))
     config["layer_types"] = [kinds[ratio] for ratio in config.pop("compress_ratios")]
@@ -164,7 +164,7 @@ def test_two_entries_change(data):
 
 
 def test_yarn_without_its_type():
-    """What was read as no YaRN at all."""
+    """Such configs were read as if they had no YaRN."""
     config = published("flash")
     for scaling in (YARN, YARN | {"type": None}, YARN | {"rope_type": None}):
         with pytest.raises(

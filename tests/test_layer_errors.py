@@ -219,7 +219,7 @@ def test_error(call, message):
 
 
 def test_a_fork_by_numbers_that_are_known_when_it_runs():
-    """Of a sequence that the batch does not have nothing is copied, and nothing to one."""
+    """Nothing is copied from a sequence that the batch does not have, and nothing to one."""
     cache = OF_WINDOW._replace(window=Cache(OF_WINDOW.window.entries.at[1].set(1.0)))
     fork = jax.jit(lambda cache, source, target: cache.fork(source, target).window.entries[:, 0, 0])
     forks = {(0, 1): [0, 0], (1, 0): [1, 1], (5, 0): [0, 1], (-1, 0): [0, 1], (0, -1): [0, 1], (0, 7): [0, 1]}

@@ -184,7 +184,7 @@ def test_every_two_choices_meet_in_a_plain_run():
 
 @pytest.mark.parametrize("kind, call", [("window", "step"), ("sparse", "chunk"), ("dense", "chunk")])
 def test_outside_of_jit_without_a_mesh_that_is_set(kind, call):
-    """Where every operation is a program of its own, and what has no place yet goes where the batch is."""
+    """Every operation is a program of its own then, and what has no place yet goes where the batch is."""
     params, x, cache, shared, at = operands(kind, call)
     placed_params, x, cache, *_ = placed(kind, (params, x, cache, shared, at), mesh_of("Explicit"), batch="data")
     close(called(kind, call)(placed_params, x, cache, shared, at), expected(kind, call))
@@ -382,7 +382,7 @@ def test_a_prompt_shorter_than_a_block(kind, s, how):
 
 
 def test_errors():
-    """What Explicit axes must not shard, in words."""
+    """An error says what Explicit axes must not shard."""
     layer, mesh = layers()["dense"], mesh_of("Explicit")
     params, x, cache, _, at = xs = operands("dense", "chunk")
     plain = placed("dense", xs, mesh, batch="data")

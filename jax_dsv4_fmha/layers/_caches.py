@@ -31,7 +31,7 @@ def empty(
     page_tokens: int | None,
     pages: int | None,
 ) -> LayerCache:
-    """As `DSV4Attention.cache` says."""
+    """Makes the cache that `DSV4Attention.cache` describes."""
     for name, n in (("b", b), ("max_length", max_length), ("steps", steps)):
         _check.positive(_OP, name, n)
     near, far = layouts(layer, dtype)
@@ -71,7 +71,7 @@ def _say_once(text: str) -> None:
 def pool_of(
     layer: LayerShape, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any
 ) -> tuple[int, int]:
-    """How many pages, of how many entries, make a cache of entries; without a table a page is a sequence."""
+    """Returns the pages of a cache of entries, and the entries of a page; without a table a page is a sequence."""
     ratio = max(layer.ratio, 1)
     sizes = {name: n for name, n in (("page_tokens", page_tokens), ("pages", pages)) if n is not None}
     for name, n in sizes.items():

@@ -1,4 +1,4 @@
-"""What the operands of a call have to be, in words where they are not, and where they lie."""
+"""Checks of a call's operands, with errors in words, and of where they lie."""
 
 import functools
 from collections.abc import Callable

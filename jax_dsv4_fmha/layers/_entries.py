@@ -20,7 +20,7 @@ from .zigzag import NATURAL, Order
 
 
 class Source(NamedTuple):
-    """What a compressor makes of x for one cache."""
+    """A compressor, and the form of the entries that it makes of x for one cache."""
 
     name: str
     """of the compressor among the layer's parameters"""
@@ -82,7 +82,7 @@ def written(
 
 
 def extending(x: jax.Array, first: jax.Array, lengths: jax.Array) -> Writer:
-    """A writer for any number of tokens, of which sequence n has x `[b, s, hidden]` from position `first[n]` on."""
+    """A writer for any number of tokens: x `[b, s, hidden]`, from position `first[n]` of sequence n on."""
 
     def write(source: Source, cache: Cache, state: State) -> Written:
         _, compressor, params, entries = source

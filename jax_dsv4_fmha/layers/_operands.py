@@ -53,7 +53,7 @@ def agree(op: str, name: str, got: Any, wanted: Any) -> None:
 
 
 def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:
-    """What an error adds where a matrix is [out, in] and its shape shows it."""
+    """Returns the end of an error about a matrix whose shape shows that it is [out, in]."""
     shape = getattr(got, "shape", ())
     is_matrix = len(shape) == 2 and math.prod(shape) == math.prod(wanted) and shape != wanted
     turned = is_matrix and (len(wanted) > 2 or shape == wanted[::-1])

@@ -15,7 +15,7 @@ _JOINED = "wx"
 
 
 class Columns(NamedTuple):
-    """Where a matrix is: some columns of an array."""
+    """A matrix: some columns of an array."""
 
     array: jax.Array
     """`[hidden, columns]`"""
@@ -65,7 +65,7 @@ def _shapes_joined(layer: LayerShape) -> Any:
 
 
 def widths(layer: LayerShape) -> dict[str, int]:
-    """How many columns each of these matrices has, in their order where they are joined."""
+    """Returns the columns of each of these matrices, in the order in which they are joined."""
     found = {"wq_a": layer.q_rank, "wkv": layer.d}
     keys = layer.indexer
     if layer.compressor is not None and not (keys is not None and keys.latent):

@@ -1,4 +1,4 @@
-"""What a call of a layer gets: a prompt, or a chunk of one after cached tokens; a step of generation is in _step.py.
+"""The parts of sequences that a layer is called with: a prompt, or a chunk of one. A step of generation is in _step.py.
 
 A part says where its tokens stand, by which products q and entries are made, how entries are kept, and which op
 attends. `DSV4Attention` takes the same road with all of them.
@@ -33,12 +33,12 @@ from .zigzag import Order
 
 
 class Products(NamedTuple):
-    """What the matrices that multiply x make of it."""
+    """The products of x with matrices."""
 
     c: LowRank
     """the low-rank query"""
     rows: Mapping[str, Rows]
-    """by the matrices' names: those of which entries are made, and in steps the indexer's weights"""
+    """by the matrices' names: rows that become entries, and in steps the indexer's weights"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Part:
         return self.layer.indexer
 
     def has_entries(self, shared: Shared) -> bool:
-        """Whether there may be entries to choose from."""
+        """Returns whether there may be entries to choose from."""
         return True
 
     def indexed(self, query: IndexQuery | None, q: jax.Array, lse: jax.Array) -> Indexed | None:
-        """What `DSV4Attention.indexer_loss` takes, if it trains on such tokens."""
+        """Returns the operands of `DSV4Attention.indexer_loss`, if it trains on such tokens."""
         return None
 
     def seen(self, shared: Shared, given: jax.Array | None, own: Span | None = None) -> dict[str, Any]:
@@ -229,5 +229,5 @@ class Chunk(_Long):
 
 
 def _everywhere(of_documents: Any) -> Any:
-    """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
+    """Arrays that documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA computes none by shards."""
     return jax.tree.map(whole_sequences, of_documents)

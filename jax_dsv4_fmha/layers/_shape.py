@@ -97,12 +97,12 @@ def formats(layer: LayerShape) -> tuple[str, str]:
 
 
 def plain_dims(layer: LayerShape) -> int:
-    """How many dimensions of latents and entries, the last, are not codes in these layouts."""
+    """The number of dimensions of latents and entries, the last ones, that are not codes in these layouts."""
     return layer.rope.dims if layer.norm_heads else 0
 
 
 def roundings(layer: LayerShape) -> tuple[Rounding, Rounding]:
-    """How `fake_quantize` rounds latents and entries."""
+    """The roundings of latents and entries by `fake_quantize`."""
     near, far = ((layout, plain_dims(layer)) if layer.fake_quantize else None for layout in formats(layer))
     return near, far
 

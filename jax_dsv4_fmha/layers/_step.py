@@ -73,7 +73,7 @@ class Step(Part):
         return Products(c or LowRank(rms_norm(rows["wq_a"].take().astype(x.dtype), gain, self.layer.eps)), rows)
 
     def _norm_is_left(self, x: jax.Array, w: jax.Array) -> bool:
-        """Whether all products of the low-rank query, the first columns of x w, do its norm."""
+        """Returns whether all products of the low-rank query, the first columns of x w, do its norm."""
         layer = self.layer
         eps = layer.eps if layer.norm_heads else None
         heads = _few_rows.makes_heads(x, self.params["wq_b"], layer.rope.dims, eps)
@@ -108,7 +108,7 @@ class Step(Part):
         return cache, window, shared
 
     def _indexes(self, x: jax.Array, keys: Any) -> bool:
-        """Whether a kernel makes an indexer's queries, for a step with the batch and dtype of x."""
+        """Returns whether a kernel makes the indexer's queries, for a step with the batch and dtype of x."""
         dims, w = self.layer.rope.dims, self.params["indexer"]["wq_b"]
         return self.indexer.transforms and _few_rows.makes_index_query(x, w, dims, in_8_bits(keys))
 

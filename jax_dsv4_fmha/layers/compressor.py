@@ -99,7 +99,7 @@ class Compressor:
 
     @property
     def channels(self) -> int:
-        """How many columns kv has; scores have the same number."""
+        """The columns of kv; scores have as many."""
         return self.blocks * self.d
 
     @property
@@ -267,7 +267,7 @@ class Compressor:
         return self._latents(params, own, self._before(own, order), has_before > 0, dtype)
 
     def _sums(self, tokens: jax.Array, ape: jax.Array | None = None, there: jax.Array | None = None) -> list[jax.Array]:
-        """What `merged` takes of the blocks of tokens `[b, n ratio, width]`, each `[b, n, channels]`.
+        """Returns the operands of `merged`, each `[b, n, channels]`, for the blocks of tokens `[b, n ratio, width]`.
 
         ape: where the tokens lack it; there: bool `[b, n, ratio]`, the tokens that count.
         """
@@ -298,7 +298,7 @@ class Compressor:
 
 
 def entries_of(compressor: Compressor, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
-    """What makes entries of a cache of the rows `x @ params["w"]`."""
+    """Describes the entries of a cache that the rows `x @ params["w"]` make."""
     of_block = compressor.ratio, params.get("ape"), is_transformed
     return Entries(params["norm"], rotation, compressor.eps, *of_block)
 
@@ -324,13 +324,13 @@ def check_state(compressor: Compressor, op: str, name: str, state: Any, b: Any) 
 
 
 _OP = "Compressor"
-_LONG = 16  # tokens of a block of which sums are kept
+_LONG = 16  # tokens of a block that has running sums, at least
 
 
 def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
     """int32 `[b, s]`: the positions of new tokens from `first[n]` on, -1 for padding; whole on every device.
 
-    It is computed apart from the positions of the queries, of which XLA shards what it shards of x.
+    It is computed apart from the positions of the queries, which XLA shards as it shards x.
     """
     positions = counted(first, 0, s)
     return whole_sequences(jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1))

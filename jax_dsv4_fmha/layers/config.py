@@ -238,7 +238,7 @@ class _Reader:
             raise _check.error(ValueError, _OP, ", ".join(unknown), ", ".join(map(str, unknown.values())), wanted)
 
     def is_v41(self) -> bool:
-        """Whether layers may read earlier layers' entries, as V4.1's do."""
+        """Returns whether layers may read earlier layers' entries, as V4.1's do."""
         if self.has("kv_source_layer_ids"):
             return True
         of_v41 = [name for name in (*_SOURCES, *_CANDIDATES) if self.has(name)]
@@ -274,7 +274,7 @@ class _Reader:
         return [_check.integer(_OP, name, i, 0) for i in self.layers(name)]
 
     def candidates(self, layer: int) -> dict[str, Any]:
-        """What an indexer has to do with a choice in two levels."""
+        """Returns an indexer's attributes for a choice in two levels."""
         source = self.get("candidate_source_layer_id")
         if source is None:
             if others := [name for name in _CANDIDATES if self.has(name)]:
@@ -308,7 +308,7 @@ class _Reader:
         return ratio, kind == "compressed_sparse_attention"
 
     def rate(self, kind: str) -> int:
-        """How many tokens an entry stands for in layers of a kind; 0 in those with a window alone."""
+        """Returns the tokens of an entry in layers of a kind; 0 for those with a window alone."""
         rates = _mapping("compress_rates", self.get("compress_rates") or {})
         if unknown := rates.keys() - _RATIO.keys():
             raise _check.error(ValueError, _OP, "compress_rates", ", ".join(unknown), f"only {', '.join(_RATIO)}")
@@ -371,7 +371,7 @@ class _Reader:
             return Rope(plain["dims"], plain["theta"], yarn["factor"], yarn["original_max_position_embeddings"], *betas)
 
     def about_rope(self, compressed: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What the config says in each of its places about one of the two kinds of RoPE, without what is null."""
+        """Yields each place of the config that speaks of this kind of RoPE, and what it says, without nulls."""
         theta = self.get("compress_rope_theta" if compressed else "rope_theta")
         yield "the config", _there({"rope_theta": theta, "partial_rotary_factor": self.get("partial_rotary_factor")})
         for name in ("rope_parameters", "rope_scaling"):
@@ -397,7 +397,7 @@ class _Reader:
                 )
 
     def dims(self, factor: Any) -> Any:
-        """How many dimensions of a head RoPE turns, by their number or by their share of a head."""
+        """Returns the dimensions of a head that RoPE turns; the config gives their number or their share."""
         stated, d = self.get("qk_rope_head_dim"), self.sizes({"d": "head_dim"})["d"]
         if factor is None:
             return self("qk_rope_head_dim") if stated is None else stated

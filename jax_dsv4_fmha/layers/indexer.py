@@ -108,17 +108,17 @@ class Indexer:
 
     @property
     def owns_keys(self) -> bool:
-        """Whether it makes keys; if not, the layer takes another layer's."""
+        """True if it makes keys; otherwise the layer takes another layer's."""
         return self.compressor is not None or self.latent > 0
 
     @property
     def in_two_levels(self) -> bool:
-        """Whether it chooses blocks of entries first, or entries of blocks that were chosen."""
+        """True if it chooses blocks of entries, or entries within blocks that were chosen."""
         return self.candidate_blocks > 0 or self.within_candidates
 
     @property
     def transforms(self) -> bool:
-        """Whether queries and keys are multiplied by the Hadamard matrix, as V4's are."""
+        """True if queries and keys are multiplied by the Hadamard matrix, as V4's are."""
         return self.compressor is not None
 
     def init(self, key: jax.Array) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Indexer:
 
 
 def rounding(indexer: Indexer) -> Rounding:
-    """How `fake_quantize` rounds queries and keys."""
+    """The rounding of queries and keys by `fake_quantize`."""
     return (KEPT, 0) if indexer.fake_quantize else None
 
 
@@ -203,7 +203,7 @@ def turned_keys(indexer: Indexer, params: Any, latents: jax.Array, positions: ja
 
 
 def in_8_bits(keys: Any) -> bool:
-    """Whether an indexer's queries are quantized, as its keys are."""
+    """Returns whether an indexer's queries are quantized, as its keys are."""
     return isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8"
 
 

@@ -36,7 +36,7 @@ State = Cache | RunningSums | None
 
 
 class Entries(NamedTuple):
-    """What makes a cache's entries of rows."""
+    """The form of a cache's entries, which rows make."""
 
     norm: jax.Array
     """`[d]`, the norm's weight"""
@@ -130,7 +130,7 @@ def _arrays(state: State) -> Arrays:
 
 
 def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity: Any) -> bool:
-    """Whether a kernel takes arrays of these sizes."""
+    """Returns whether a kernel takes arrays of these sizes."""
     b, s, columns = rows.product.shape
     n, kept = table.shape[1], s if state is None else state.capacity
     if not all(isinstance(x, int) for x in (b, s, n, capacity, kept)):
@@ -214,8 +214,8 @@ def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
 
 @functools.cache
 def _op(number_kept: int, packed: bool, paged: bool) -> Op:
-    """By how many arrays are kept: a cache; with a state; with sums and their numbers. The axes of packed caches and of
-    pools differ; no mesh may split those of a pool's sequences.
+    """The op that keeps so many arrays: a cache; with a state; with sums and their numbers. The axes of packed caches
+    and of pools differ; no mesh may split those of a pool's sequences.
     """
     b, of_cache = "b n_b" if paged else "b", "page_bytes" if packed else "page d"
     kept = (

@@ -1,4 +1,4 @@
-"""What a layer keeps, makes and returns: pytrees of arrays and caches."""
+"""The pytrees of arrays and caches that a layer keeps, makes and returns."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class LayerCache(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a V4.1 layer takes from earlier layers in the same pass over the model.
+    """The arrays that a V4.1 layer takes from earlier layers in the same pass over the model.
 
     A pass begins with `Shared()`; after each layer `shared = shared.after(out)` is what the next one takes.
 
@@ -112,11 +112,11 @@ class Shared(NamedTuple):
     """int32 `[b, s, n]`: the blocks of entries that later indexers choose from"""
 
     def without(self, given: "Shared") -> "Shared":
-        """What a layer that was given `given` made of it, without caches, which the layer's own cache holds."""
+        """Returns what a layer that was given `given` added, without caches, which the layer's own cache holds."""
         return Shared(*(None if x is old or isinstance(x, Cache) else x for x, old in zip(self, given, strict=True)))
 
     def after(self, out: "Output") -> "Shared":
-        """What the layer after the one with this output takes: what that layer made, and the rest as it was."""
+        """Returns what the next layer takes: what the layer with this output made, and the rest as it was."""
         cached = Shared() if out.cache is None else Shared(out.cache.compressed, out.cache.keys)
         return Shared(
             *(next((x for x in xs if x is not None), None) for xs in zip(out.made, cached, self, strict=True))
@@ -124,7 +124,7 @@ class Shared(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """What an indexer and attention had of a prompt, for `DSV4Attention.indexer_loss`."""
+    """The queries of an indexer and of attention for a prompt, which `DSV4Attention.indexer_loss` takes."""
 
     q: jax.Array
     """the indexer's queries `[b, s, index heads, index d]`"""

@@ -1,4 +1,4 @@
-"""How a block's tokens become one: a softmax over them for each channel. Tokens have kv and then the scores."""
+"""Pooling of a block's tokens, by a softmax over them for each channel. Tokens have kv and then the scores."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from .._definitions.cache import Cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RunningSums:
-    """What a compressor of long blocks keeps of b sequences: the last tokens, which a later call may take back, and
+    """The state of a compressor of long blocks, for b sequences: the last tokens, which a later call may take back, and
     sums of those before them. It is a pytree; donate it with the caches.
 
     Examples:
@@ -36,7 +36,7 @@ class RunningSums:
 
     @classmethod
     def zeros(cls, b: int, steps: int, d: int) -> "RunningSums":
-        """Those of sequences that have not begun."""
+        """Makes the state of sequences that have not begun."""
         shapes = ((b, steps, 2 * d), (b, 3, d))
         tokens, sums = (jnp.zeros(shape, jnp.float32) for shape in shapes)
         return cls(tokens, sums, jnp.zeros((b, 1), jnp.int32))
@@ -255,7 +255,7 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
 
 
 def joined(parts: Sequence[Sequence[jax.Array]]) -> jax.Array:
-    """What one or two blocks make: each has the greatest score, the sum of weights, and the sum of weights times kv."""
+    """Pools one or two blocks: each has the greatest score, the sum of weights, and the sum of weights times kv."""
     _, weights, pooled = merged(parts)
     return pooled / weights
 

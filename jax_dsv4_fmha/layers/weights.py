@@ -168,7 +168,7 @@ def from_state_dict(
 
 
 def _prefixes(tensors: Mapping[str, Any]) -> str:
-    """What an error adds where other prefixes would have named a layer."""
+    """Returns the end of an error where other prefixes would have named a layer."""
     ends = (_DEEPSEEK["wq_a"], _HUGGING_FACE["wq_a"])
     found = [name.removesuffix(end) for name in tensors for end in ends if isinstance(name, str) and name.endswith(end)]
     more = f" or {len(found) - 3} others" if len(found) > 3 else ""
@@ -176,7 +176,7 @@ def _prefixes(tensors: Mapping[str, Any]) -> str:
 
 
 def _has_no_gate(layer: DSV4Attention, leaf: str) -> bool:
-    """Whether the compressor of this leaf has ratio 1, and so no gate."""
+    """Returns whether the compressor of this leaf has ratio 1, and so no gate."""
     own = layer.compressor if leaf == "compressor.w" or layer.indexer is None else layer.indexer.compressor
     return own is not None and own.ratio == 1
 
