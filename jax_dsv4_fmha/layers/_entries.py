@@ -76,8 +76,8 @@ def written(
         cache = cache._replace(keys=made.cache, key_tokens=made.state)
     else:
         assert made.latents is not None and made.first is not None and made.number is not None
-        turned = of_indexer.turned_keys(indexer, its, made.latents, made.first, layer.rope)
-        cache = cache._replace(keys=_appended(keys, turned, made.number, rounding))
+        rotated = of_indexer.rotated_keys(indexer, its, made.latents, made.first, layer.rope)
+        cache = cache._replace(keys=_appended(keys, rotated, made.number, rounding))
     return cache, shared._replace(keys=cache.keys)
 
 
@@ -90,10 +90,10 @@ def extending(x: jax.Array, first: jax.Array, lengths: jax.Array) -> Writer:
         at = jnp.maximum(number, 0) * compressor.ratio
         if entries.is_transformed:
             with jax.named_scope("indexer"):
-                turned = rope_hadamard(latents, at, entries.rotation)
+                rotated = rope_hadamard(latents, at, entries.rotation)
         else:
-            turned = rope(latents, at, entries.rotation)
-        return Written(_appended(cache, turned, number, entries.rounding), state, latents, at, number)
+            rotated = rope(latents, at, entries.rotation)
+        return Written(_appended(cache, rotated, number, entries.rounding), state, latents, at, number)
 
     return write
 
@@ -116,18 +116,18 @@ def of_prompt(
     first = made_in.numbers(x.shape[1] // layer.ratio) * layer.ratio if packed is None else packed.first
     given: dict[str, Any] = {"packed": packed, "whole": not in_codes, "zigzag": order.devices}
 
-    def whole(turned: jax.Array, rounding: Rounding) -> jax.Array:
+    def whole(rotated: jax.Array, rounding: Rounding) -> jax.Array:
         if in_codes and rounding is not None:
-            return made_in.undone(rounded_sequences(turned, rounding[0]))
-        return made_in.undone(rounded(turned, rounding))
+            return made_in.undone(rounded_sequences(rotated, rounding[0]))
+        return made_in.undone(rounded(rotated, rounding))
 
     latents = layer.compressor(params["compressor"], x, **given)
-    turned = rope(latents, first, layer.rope)
-    shared = shared._replace(compressed=whole(turned, roundings(layer)[1]))
+    rotated = rope(latents, first, layer.rope)
+    shared = shared._replace(compressed=whole(rotated, roundings(layer)[1]))
     indexer = layer.indexer
     if indexer is None or not indexer.owns_keys:
         return shared
     second = indexer.compressor
     of_keys = latents if second is None else second(params["indexer"]["compressor"], x, **given)
-    turned = of_indexer.turned_keys(indexer, params["indexer"], of_keys, first, layer.rope)
-    return shared._replace(keys=whole(turned, of_indexer.rounding(indexer)))
+    rotated = of_indexer.rotated_keys(indexer, params["indexer"], of_keys, first, layer.rope)
+    return shared._replace(keys=whole(rotated, of_indexer.rounding(indexer)))

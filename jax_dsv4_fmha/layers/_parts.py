@@ -94,7 +94,7 @@ class _Long(Part):
         weights = product(x, its["weights_proj"])
         return index_query(self.indexer, its, made.c.query, weights, self.positions, self.layer.rope, keys)
 
-    def _turn(self) -> dict[str, Any]:
+    def _rope_operands(self) -> dict[str, Any]:
         """The operands by which attention norms and turns q, and turns o back."""
         table = self.layer.rope.table(self.positions)
         return {"rope_table": table, "norm_eps": self.layer.eps if self.layer.norm_heads else None}
@@ -148,7 +148,7 @@ class Prompt(_Long):
 
     def attention(self, q: jax.Array, keys: Any, shared: Shared, indices: Any) -> tuple[jax.Array, jax.Array]:
         layer, order, has_entries = self.layer, self.order, self.has_entries(shared)
-        turn = self._turn()
+        rope_operands = self._rope_operands()
 
         def attend(keys: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
             seen = self.seen(shared, chosen, own) if has_entries else {}
@@ -166,14 +166,14 @@ class Prompt(_Long):
                 q_offset=first,
                 o_groups=layer.o_groups,
                 **self.options,
-                **(turn | {"rope_table": table}),
+                **(rope_operands | {"rope_table": table}),
                 **seen,
             )
 
         rows = {"chosen": shared.indices if indices is None else indices, "near": self.near, "own": self.own}
         with jax.named_scope("attention"):
             keys = order.keys(keys, layer.window)
-            o, lse = order.over_queries(attend, keys, q=q, table=turn["rope_table"], **rows)
+            o, lse = order.over_queries(attend, keys, q=q, table=rope_operands["rope_table"], **rows)
         return o, lse
 
     def indexed(self, query: IndexQuery | None, q: jax.Array, lse: jax.Array) -> Indexed | None:
@@ -222,7 +222,7 @@ class Chunk(_Long):
                 q_offset=self.first,
                 kv_offset=self.first - (layer.window - 1),
                 **self.options,
-                **self._turn(),
+                **self._rope_operands(),
                 **self.seen(shared, indices),
             )
         return o, lse

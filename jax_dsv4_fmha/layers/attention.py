@@ -163,8 +163,8 @@ class DSV4Attention(LayerShape):
             then have equal work and send each other as little as without it. All that has a token's row is in that
             order: segment_ids, indices, and results. Entries are in their own. Each of the `2 zigzag` chunks must have
             whole blocks, and at least `window - 1` tokens.
-          implementation, deterministic, batch_invariant: arguments of `dsv4_attention`, to which they go. Other gradients
-            and products of the layer are XLA's (docs/semantics.md).
+          implementation, deterministic, batch_invariant: arguments of `dsv4_attention`, to which they go. The layer has
+            other gradients and products, which are XLA's (docs/semantics.md).
 
         Raises:
           ValueError, TypeError: operands that differ from the above.

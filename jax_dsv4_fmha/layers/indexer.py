@@ -28,7 +28,7 @@ from .compressor import Compressor
 from .hadamard import is_power
 from .outputs import Shared
 from .rope import Rope, rope, rope_hadamard
-from .rope import index_query as turned_transformed_and_quantized
+from .rope import index_query as rotated_and_quantized
 from .zigzag import NATURAL, Order
 
 IndexQuery = tuple[jax.Array, jax.Array]
@@ -150,7 +150,7 @@ class Indexer:
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
         low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
-        q = rounded(turned_queries(self, params, low_rank, positions, rotation), rounding(self))
+        q = rounded(rotated_queries(self, params, low_rank, positions, rotation), rounding(self))
         return q, product(x, params["weights_proj"]) * weight_scale(self)
 
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -164,7 +164,7 @@ class Indexer:
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
-        return rounded(turned_keys(self, params, latents, positions, rotation), rounding(self))
+        return rounded(rotated_keys(self, params, latents, positions, rotation), rounding(self))
 
 
 def rounding(indexer: Indexer) -> Rounding:
@@ -177,11 +177,11 @@ def weight_scale(indexer: Indexer) -> float:
     return float(indexer.d**-0.5 * indexer.heads**-0.5)
 
 
-def turned_queries(
+def rotated_queries(
     indexer: Indexer, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
 ) -> jax.Array:
     """q of `Indexer.queries`, not rounded; kernel: as in `_few_rows`."""
-    return _turned(indexer, _projected(params, low_rank, kernel), positions, rotation)
+    return _rotated(indexer, _projected(params, low_rank, kernel), positions, rotation)
 
 
 def quantized_queries(
@@ -190,16 +190,16 @@ def quantized_queries(
     """q of `Indexer.queries` in float8_e4m3fn, as `quantize_indexer` makes it, and scales float32 `[b, s, heads]`."""
     q = _projected(params, low_rank, kernel)
     if indexer.transforms:
-        return turned_transformed_and_quantized(q, rotation.table(positions))
+        return rotated_and_quantized(q, rotation.table(positions))
     return quantize_rows(rope(q, positions, rotation))
 
 
 @jax.named_scope("indexer")
-def turned_keys(indexer: Indexer, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+def rotated_keys(indexer: Indexer, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
     """k of `Indexer.keys`, not rounded."""
     if indexer.latent:
         latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], indexer.eps)
-    return _turned(indexer, latents, positions, rotation)
+    return _rotated(indexer, latents, positions, rotation)
 
 
 def in_8_bits(keys: Any) -> bool:
@@ -225,7 +225,7 @@ def index_query(
     if in_8_bits(keys):
         q, scales = quantized_queries(*made_of)
         return q, weights * scales
-    return rounded(turned_queries(*made_of), rounding(indexer)), weights
+    return rounded(rotated_queries(*made_of), rounding(indexer)), weights
 
 
 @jax.named_scope("indexer")
@@ -278,7 +278,7 @@ def _projected(params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
     return jnp.einsum("bsr,rhd->bshd", low_rank, w.astype(low_rank.dtype))
 
 
-def _turned(indexer: Indexer, x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+def _rotated(indexer: Indexer, x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
     return (rope_hadamard if indexer.transforms else rope)(x, positions, rotation)
 
 

@@ -112,7 +112,7 @@ def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
       >>> y.shape, y[0, 0].tolist()  # position 0 is not turned
       ((1, 2, 3), [1.0, 1.0, 1.0])
     """
-    return _turn("rope", x, positions, rotation, 1)
+    return _rotated("rope", x, positions, rotation, 1)
 
 
 def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -126,7 +126,7 @@ def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arra
       >>> bool(jnp.allclose(x, y))
       True
     """
-    return _turn("inverse_rope", x, positions, rotation, -1)
+    return _rotated("inverse_rope", x, positions, rotation, -1)
 
 
 def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -166,7 +166,7 @@ def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: floa
     return normed_then_turned(x, rotation.table(positions), eps)
 
 
-def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
+def _rotated(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
     if not isinstance(rotation, Rope):
         raise _check.error(TypeError, op, "rotation", rotation, "a Rope")
     n = rotation.dims
@@ -183,22 +183,22 @@ def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> ja
 # The ops of an indexer. Their kernels are handed rows, which are (token, head), and a table of cos and sin.
 
 
-def _turned_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
+def _rotated_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
     if direction > 0:
         return (hadamard(pairs_turned(x, table, direction=1)[0]),)
     return pairs_turned(hadamard(x), table, direction=-1)
 
 
-def _turned_transformed_and_quantized(x: jax.Array, table: jax.Array) -> Arrays:
-    return quantize_rows(_turned_and_transformed(x, table, direction=1)[0])
+def _rotated_transformed_and_quantized(x: jax.Array, table: jax.Array) -> Arrays:
+    return quantize_rows(_rotated_and_transformed(x, table, direction=1)[0])
 
 
 _INDEX_D = 128  # the numbers of a row that a kernel transforms
-_ROPE_HADAMARD = Op("rope_hadamard", (X, TABLE), (Y,), _turned_and_transformed, raw.rope_hadamard)
+_ROPE_HADAMARD = Op("rope_hadamard", (X, TABLE), (Y,), _rotated_and_transformed, raw.rope_hadamard)
 _INDEX_QUERY = Op(
     "index_query",
     (X, TABLE),
     (Axes("codes", "b s_q h_q d"), Axes("scales", "b s_q h_q")),
-    _turned_transformed_and_quantized,
+    _rotated_transformed_and_quantized,
     raw.index_query,
 )
