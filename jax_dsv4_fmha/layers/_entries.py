@@ -53,26 +53,19 @@ def written(
     if own is None:
         return cache, shared
     assert cache.compressed is not None
-    of_layer = params["compressor"]
-    source = Source("compressor", own, of_layer, entries_of(own, of_layer, layer.rope))
-    made = write(
-        source._replace(entries=source.entries._replace(rounding=roundings(layer)[1])),
-        cache.compressed,
-        cache.tokens,
-    )
+    of_own = params["compressor"]
+    entries = entries_of(own, of_own, layer.rope, roundings(layer)[1])
+    made = write(Source("compressor", own, of_own, entries), cache.compressed, cache.tokens)
     cache = cache._replace(compressed=made.cache, tokens=made.state)
     shared = shared._replace(compressed=made.cache)
     if indexer is None or not indexer.owns_keys:
         return cache, shared
     keys = cache.keys
     assert keys is not None
-    its, rounding = params["indexer"], of_indexer.rounding(indexer)
-    if indexer.compressor is not None:
-        of_keys = entries_of(indexer.compressor, its["compressor"], layer.rope, indexer.transforms)
-        source = Source(
-            "indexer.compressor", indexer.compressor, its["compressor"], of_keys._replace(rounding=rounding)
-        )
-        made = write(source, keys, cache.key_tokens)
+    its, rounding, second = params["indexer"], of_indexer.rounding(indexer), indexer.compressor
+    if second is not None:
+        entries = entries_of(second, its["compressor"], layer.rope, rounding, indexer.transforms)
+        made = write(Source("indexer.compressor", second, its["compressor"], entries), keys, cache.key_tokens)
         cache = cache._replace(keys=made.cache, key_tokens=made.state)
     else:
         assert made.latents is not None and made.first is not None and made.number is not None

@@ -48,8 +48,8 @@ def plain_product(x: jax.Array, w: jax.Array, dtype: Any, kernel: bool) -> jax.A
 
 
 def leaves_norm(x: jax.Array, w: jax.Array, rank: int, *takers: bool) -> bool:
-    """Returns whether `product_and_low_rank` makes a query of this rank of x `[b, s, k]` and w `[k, n]`; all takers have
-    to do its norm themselves.
+    """Returns whether `product_and_low_rank` makes a query of this rank of x `[b, s, k]` and w `[k, n]`, if all takers
+    do its norm themselves.
     """
     fits = rank % raw.SQUARED == 0 and rank <= raw.SQUARED * raw.SQUARES
     return all(takers) and fits and _low_rank_call(x, w, rank) is not None

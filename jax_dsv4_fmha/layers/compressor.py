@@ -24,6 +24,7 @@ from .._dispatch.sequences import previous, whole_sequences
 from . import _operands, documents
 from ._norm import rms_norm
 from ._products import product
+from ._rounding import Rounding
 from .documents import PackedBlocks
 from .insert import Entries
 from .pooling import (
@@ -297,10 +298,12 @@ class Compressor:
         return self._normed(params, joined(parts), dtype)
 
 
-def entries_of(compressor: Compressor, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
+def entries_of(
+    compressor: Compressor, params: Any, rotation: Rope, rounding: Rounding, is_transformed: bool = False
+) -> Entries:
     """Describes the entries of a cache that the rows `x @ params["w"]` make."""
     of_block = compressor.ratio, params.get("ape"), is_transformed
-    return Entries(params["norm"], rotation, compressor.eps, *of_block)
+    return Entries(params["norm"], rotation, compressor.eps, *of_block, rounding)
 
 
 def check_state(compressor: Compressor, op: str, name: str, state: Any, b: Any) -> None:

@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     """Columns of a product: what a cache's entries are made of, or weights, or a query."""
 
     product: jax.Array
-    """float32 `[b, s, columns]`"""
+    """`[b, s, columns]`, float32 in steps and else in x's dtype"""
     column: int
     """the first one"""
     width: int
