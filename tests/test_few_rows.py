@@ -272,7 +272,7 @@ def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
     """
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
     sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
-    layer = dataclasses.replace(from_config(MODELS["v4"] | sizes)[kind], batch_invariant=True)
+    layer = from_config(MODELS["v4"] | sizes)[kind]
     params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
     x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
     lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)
@@ -282,7 +282,7 @@ def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
     )
     first = prompt(x, lengths)
     last = jnp.take_along_axis(x, lengths[:, None, None], 1)
-    step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n).y)
+    step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n, batch_invariant=True).y)
     whole = np.asarray(step(last, first, lengths + 1)).view(np.uint16)
     for b in (1, 33, 100):
         some = rng.permutation(128)[:b]

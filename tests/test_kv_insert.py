@@ -184,7 +184,7 @@ def test_the_definition_is_differentiable_and_maps():
 
 
 def test_running_sums_are_the_same_as_whole_sequences():
-    """In chunks and steps of any size, with tokens that are taken back, padding, idle places, and places used again."""
+    """Chunks and steps may have any size, tokens be taken back, and places have padding, be idle or be used again."""
     rng = np.random.default_rng(0)
     compressor = Compressor(24, 8, 16)
     params = compressor.init(jax.random.key(0)) | {"ape": jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)}

@@ -168,6 +168,24 @@ def test_index_keys_of_an_fp8_cache():
     assert out.cache.keys.entries.dtype == jnp.uint8
 
 
+def test_index_keys_that_are_not_packed_are_told(caplog):
+    """It is the default in pages that no kernel takes; who asks for a format gets it."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    layer = from_config(MODELS["v4"] | sizes)[1]
+    how = {"block_table": jnp.zeros((2, 2), jnp.int32), "page_tokens": 64}
+    assert layer.cache(2, 128, jnp.float8_e4m3fn, **how).keys.entries.dtype == jnp.bfloat16
+    (said,) = caplog.messages
+    assert said == (
+        "DSV4Attention.cache: index keys stay in bfloat16 in pages of 16 entries, since kernels take packed ones in"
+        " pages of a multiple of 32; page_tokens, or keys, changes this"
+    )
+    caplog.clear()
+    for keys in (jnp.bfloat16, jnp.float8_e4m3fn):
+        layer.cache(2, 128, jnp.float8_e4m3fn, keys=keys, **how)
+    layer.cache(2, 256, jnp.float8_e4m3fn, **how | {"page_tokens": 128})
+    assert not caplog.messages
+
+
 WIDE = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 
 

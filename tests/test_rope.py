@@ -120,7 +120,7 @@ def test_a_kernel_rotates_rows_of_whole_vectors(d):
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rope_of_normed_on_a_mesh(kind):
-    """Where there is a kernel, every device turns the heads and queries that it has; the same under vmap."""
+    """Every device turns the heads and queries that it has, if there is a kernel; the same under vmap."""
     how, x = Rope(64), hidden(4, 6)[..., None, :1] * jnp.ones((4, 6, 4, 512), jnp.bfloat16)
     x = x + hidden(1, 6, seed=3)[0, :, None, :1].astype(jnp.bfloat16) * jnp.arange(512, dtype=jnp.bfloat16)
     at = jnp.arange(6, dtype=jnp.int32)[None]

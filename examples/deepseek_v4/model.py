@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag, zigzag
+from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag
+from jax_dsv4_fmha.layers import zigzag as zigzagged
 
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
@@ -151,18 +152,18 @@ class Model:
 
     # ---- the model, in the order in which a token sees it
 
-    def __call__(self, params: Any, tokens: jax.Array, order: int | None = None) -> jax.Array:
+    def __call__(self, params: Any, tokens: jax.Array, zigzag: int | None = None) -> jax.Array:
         """float32 logits `[b, s, vocabulary]` of whole sequences `[b, s]`, without caches.
 
-        order: an int, if "context" shares out tokens, which are in `layers.zigzag` order over so many devices. Logits
+        zigzag: an int, if "context" shares out tokens, which are in `layers.zigzag` order over so many devices. Logits
           are in that order.
         """
 
         def attend(layer, p, x, _, shared):
-            return layer(p, x, shared=shared, zigzag=order)
+            return layer(p, x, shared=shared, zigzag=zigzag)
 
-        rows, _ = self.rows(params, unzigzag(tokens, order) if order else tokens)
-        rows = {i: zigzag(x, order) for i, x in rows.items()} if order else rows
+        rows, _ = self.rows(params, unzigzag(tokens, zigzag) if zigzag else tokens)
+        rows = {i: zigzagged(x, zigzag) for i, x in rows.items()} if zigzag else rows
         return self.forward(params, tokens, rows, [None] * len(self.layers), attend).logits
 
     def read(

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.serving import checked_tokens
-from jax_dsv4_fmha import indexer_loss
 from jax_dsv4_fmha.layers import Shared, zigzag
 
 from . import common
@@ -82,8 +81,8 @@ def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, toke
         p = ready(p, "layers", i)
         streams = model.reminded(i, fixed, p, streams, rows.get(i))
         streams, out, load = model.block(i, fixed, p, streams, tokens, None, shared, attend)
-        choice = out.choice(shared)
-        of_indexer = 0.0 if choice is None else indexer_loss(**choice._asdict(), sink=p["attention"]["sink"]).mean()
+        layer = model.layers[i]
+        of_indexer = 0.0 if layer.indexer is None else layer.indexer_loss(p["attention"], out, shared).mean()
         return streams, shared.after(out), jnp.float32(of_indexer), load
 
     others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}

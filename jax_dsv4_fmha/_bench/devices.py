@@ -100,14 +100,14 @@ class SequenceRow(DevicesRow):
     def programs(self) -> dict[str, Callable[[], Any]]:
         layer, mesh = self.of_one.layer, self.mesh
 
-        def ours(params: Any, x: jax.Array, dy: jax.Array, order: int | None = None) -> Any:
-            y, vjp = jax.vjp(lambda params, x: layer(params, x, zigzag=order).y, params, x)
+        def ours(params: Any, x: jax.Array, dy: jax.Array, devices: int | None = None) -> Any:
+            y, vjp = jax.vjp(lambda params, x: layer(params, x, zigzag=devices).y, params, x)
             return vjp(dy) if self.has_gradient else y
 
         drawn = self.of_one.inputs(1)[0]
-        operands, order = (drawn["params"], drawn["x"], drawn["dy"]), self.devices if self.is_zigzag else None
+        operands, devices = (drawn["params"], drawn["x"], drawn["dy"]), self.devices if self.is_zigzag else None
         params, *rows = operands
-        rows = [zigzag(x, order) for x in rows] if order else rows
+        rows = [zigzag(x, devices) for x in rows] if devices else rows
         shared_out = (
             jax.device_put(params, NamedSharding(mesh, P())),
             *(jax.device_put(x, NamedSharding(mesh, P(None, _AXIS))) for x in rows),

@@ -5,7 +5,7 @@ from .compressor import Compressor
 from .config import from_config
 from .hadamard import hadamard
 from .indexer import Indexer
-from .outputs import Choice, IndexQuery, LayerCache, Output, Shared
+from .outputs import LayerCache, Output, Shared
 from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
 from .weights import from_state_dict
@@ -18,10 +18,8 @@ are the same. On a CPU they change nothing. `jax.jit(layer.step, donate_argnums=
 
 __all__ = [
     "STEP_OPTIONS",
-    "Choice",
     "Compressor",
     "DSV4Attention",
-    "IndexQuery",
     "Indexer",
     "LayerCache",
     "Output",

@@ -112,7 +112,7 @@ def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
       >>> y.shape, y[0, 0].tolist()  # position 0 is not rotated
       ((1, 2, 3), [1.0, 1.0, 1.0])
     """
-    return _turn("rope", x, positions, rotation, 1)
+    return _rotated("rope", x, positions, rotation, 1)
 
 
 def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -126,7 +126,7 @@ def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arra
       >>> bool(jnp.allclose(x, y))
       True
     """
-    return _turn("inverse_rope", x, positions, rotation, -1)
+    return _rotated("inverse_rope", x, positions, rotation, -1)
 
 
 def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -166,7 +166,7 @@ def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: floa
     return normed_then_rotated(x, rotation.table(positions), eps)
 
 
-def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
+def _rotated(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
     if not isinstance(rotation, Rope):
         raise _check.error(TypeError, op, "rotation", rotation, "a Rope")
     n = rotation.dims

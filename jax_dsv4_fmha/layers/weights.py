@@ -154,7 +154,13 @@ def from_state_dict(
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
         x = x.reshape(shape).astype(jnp.float32 if last in IN_FLOAT32 else dtype)
-        return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(shape, sharding, lambda at: x[at])
+        if sharding is None:
+            return jnp.asarray(x)
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as e:
+            raise _check.error(ValueError, _OP, f"shardings of {leaf}", str(sharding), f"one for {list(shape)}") from e
+        return jax.make_array_from_callback(shape, sharding, lambda at: x[at])
 
     of_layer = shapes(layer)
     where = shardings if isinstance(shardings, dict) else jax.tree.map(lambda _: shardings, of_layer)
@@ -166,7 +172,7 @@ def from_state_dict(
 
 
 def _prefixes(tensors: Mapping[str, Any]) -> str:
-    """What an error adds where other prefixes would have named a layer."""
+    """Returns the end of an error where other prefixes would have named a layer."""
     ends = (_DEEPSEEK["wq_a"], _HUGGING_FACE["wq_a"])
     found = [name.removesuffix(end) for name in tensors for end in ends if isinstance(name, str) and name.endswith(end)]
     more = f" or {len(found) - 3} others" if len(found) > 3 else ""
@@ -174,7 +180,7 @@ def _prefixes(tensors: Mapping[str, Any]) -> str:
 
 
 def _has_no_gate(layer: DSV4Attention, leaf: str) -> bool:
-    """Whether the compressor of this leaf has ratio 1, and so no gate."""
+    """Returns whether the compressor of this leaf has ratio 1, and so no gate."""
     own = layer.compressor if leaf == "compressor.w" or layer.indexer is None else layer.indexer.compressor
     return own is not None and own.ratio == 1
 
