@@ -114,7 +114,7 @@ class SequenceRow(DevicesRow):
         )
         return {
             "one": _compiled(ours, operands),
-            "ours": _compiled(functools.partial(ours, order=order), shared_out),
+            "ours": _compiled(functools.partial(ours, devices=devices), shared_out),
         }
 
 
