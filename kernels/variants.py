@@ -14,6 +14,8 @@ from .abi import (
     Combine,
     FewRowsProduct,
     Forward,
+    GroupedProduct,
+    GroupRows,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -249,6 +251,12 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype, to_fp8 in (("bfloat16", False), ("bfloat16", True), ("float16", False))
         for rows in (64, ANY)
     ),
+    *(
+        GroupedProduct("grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", "mxfp4", gated, rows)
+        for gated in (False, True)
+        for rows in (16, 128)
+    ),
+    GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )
