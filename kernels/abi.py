@@ -682,6 +682,10 @@ class GroupRows(Variant):
         return (*each("address", "group", "weight", *made), *each("int32", "rows", "groups", "tile"))
 
 
+FEW_ROWS, MANY_ROWS = 16, 128
+"""of a group that make a tile: in a step, whose time is that of reading matrices, and in a prompt"""
+
+
 @dataclass(frozen=True)
 class GroupedProduct(Variant):
     """Products of rows, sorted by group, with their group's matrix; gated: pairs of channels become one."""
@@ -689,7 +693,7 @@ class GroupedProduct(Variant):
     dtype: str  # of x and y
     weights: str  # how matrices are packed
     gated: bool = False
-    max_rows: int = ANY  # of a group that share a tile
+    max_rows: int = ANY  # of a group, about
 
     family, layout = "grouped_product", "grouped_product"
 

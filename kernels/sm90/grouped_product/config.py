@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kernels.abi import FEW_ROWS
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
 from kernels.lib.rows import ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
@@ -10,7 +11,6 @@ from .weights import FORMATS, Format
 
 LANES_A_ROW = 8  # neighbouring lanes copy a row of 128 bytes
 SMEM_OF_SM, SMEM_RESERVED = 228 * 1024, 1024  # bytes; the latter of each CTA
-FEW = 16  # rows of a group's tile in a step
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Config:
     @property
     def is_few(self) -> bool:
         """Whether reading the matrices takes the time, and not multiplying."""
-        return self.max_rows <= FEW
+        return self.max_rows <= FEW_ROWS
 
     @property
     def consumers(self) -> int:

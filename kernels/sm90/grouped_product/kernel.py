@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.abi import GroupedProduct
+from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct
 from kernels.aot import Compiled
 from kernels.lib.columns import by_column, column_of
 from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
@@ -133,7 +133,6 @@ class GroupedProductSm90(Kernel):
             with cute.arch.elect_one():
                 ring.initialise(c.arrivals, c.consumers * 4)
             cute.arch.mbarrier_init_fence()
-        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         if warp < 4 * c.consumers:
             if cutlass.const_expr(not c.is_few):
@@ -148,6 +147,7 @@ class GroupedProductSm90(Kernel):
                 self.produce_few(ring, of_x.toint(), of_w.toint(), x, w, rows, n)
             else:
                 self.produce(ring, of_x, of_w.toint(), x, w, rows, n)
+            cute.arch.griddepcontrol_launch_dependents()  # what follows may begin, and waits for this grid itself
 
     @cute.jit
     def tile(self, rows: Rows, n: Extents, item: Int32) -> Tile:
@@ -421,5 +421,6 @@ def clear(place: Int32, size: cutlass.Constexpr, threads: cutlass.Constexpr):
 
 
 def compile(variant: GroupedProduct, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.weights, variant.gated, variant.max_rows)
+    rows = FEW_ROWS if variant.max_rows <= FEW_ROWS else MANY_ROWS
+    config = Config(variant.dtype, variant.weights, variant.gated, rows)
     return GroupedProductSm90(config).compile(variant, out_dir, ctas=config.ctas)
