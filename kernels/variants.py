@@ -248,12 +248,16 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # k of 64 heads of 128 is cut in two
     *(
-        FewRowsProduct("few_rows_product_index_query", "sm_90a", FEW_ROWS_PRODUCT, dtype, parts=2, to_fp8=to_fp8, max_rows=rows)
+        FewRowsProduct(
+            "few_rows_product_index_query", "sm_90a", FEW_ROWS_PRODUCT, dtype, parts=2, to_fp8=to_fp8, max_rows=rows
+        )
         for dtype, to_fp8 in (("bfloat16", False), ("bfloat16", True), ("float16", False))
         for rows in (64, ANY)
     ),
     *(
-        GroupedProduct("grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", "mxfp4", gated, rows)
+        GroupedProduct(
+            "grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", "mxfp4", gated, rows
+        )
         for gated in (False, True)
         for rows in (FEW_ROWS, ANY)
     ),

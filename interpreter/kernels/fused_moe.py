@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -54,7 +55,7 @@ class Problem:
     @property
     def packed(self) -> tuple[PackedExperts, PackedExperts]:
         pairs = ((self.codes13, self.scales13), (self.codes2, self.scales2))
-        w13, w2 = (pack_experts(c[..., ::2] | c[..., 1::2] << 4, s) for c, s in pairs)
+        w13, w2 = (pack_experts(jnp.asarray(c[..., ::2] | c[..., 1::2] << 4), jnp.asarray(s)) for c, s in pairs)
         return w13, w2
 
     @property
@@ -97,7 +98,8 @@ class Sorted:
 
 def sorted_rows(x: Problem, tile: int) -> Sorted:
     """What the sort is to leave, with rows of an expert in order."""
-    order, tiles = [], []
+    order: list[int] = []
+    tiles: list[tuple[int, ...]] = []
     for e, choices in x.rows().items():
         first = len(order)
         order += choices
@@ -112,20 +114,26 @@ def sorted_rows(x: Problem, tile: int) -> Sorted:
 
 
 def sort_launched(
-    variant: GroupRows, x: Problem, tile: int, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
+    variant: GroupRows, x: Problem, tile_m: int, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
 ) -> Machine:
     """The sort, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(variant), new_memory()
     rows = x.chosen.size
     at = {"group": memory.add("group", x.chosen), "weight": memory.add("weight", x.weights)}
-    sizes = {"list": 4 * rows, "sorted_weights": 4 * rows, "places": 4 * rows, "tiles": 16 * x.sizes["tiles"], "count": 4}
+    sizes = {
+        "list": 4 * rows,
+        "sorted_weights": 4 * rows,
+        "places": 4 * rows,
+        "tiles": 16 * x.sizes["tiles"],
+        "count": 4,
+    }
     at |= {name: memory.add(name, None, size) for name, size in sizes.items()}
-    plan = native.plan_group_rows(x.sizes, tile_m=tile, addresses=at)
+    plan = native.plan_group_rows(x.sizes, tile_m=tile_m, addresses=at)
     return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
 
 
-def sort(variant: GroupRows, x: Problem, tile: int, **how: Any) -> Sorted:
-    of_launch = sort_launched(variant, x, tile, **how)
+def sort(variant: GroupRows, x: Problem, tile_m: int, **how: Any) -> Sorted:
+    of_launch = sort_launched(variant, x, tile_m, **how)
     of_launch.run()
 
     def found(name: str, dtype: Any) -> Array:

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from .decode import Decoder, Step, instruction
+from .parser import Instruction
 from .state import FULL, LANES, Array, Warp
 from .wgmma import from_fragment, to_fragment, widen
 
@@ -13,7 +14,7 @@ DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
 @instruction("mma.sync.aligned.m16n8k16")
-def product(i, d: Decoder) -> Step:
+def product(i: Instruction, d: Decoder) -> Step:
     """d = a b + c. Sums are rounded once, as those of `wgmma` here; a result is defined if all operands are."""
     kinds = i.mods
     if kinds[:3] != ("row", "col", "f32") or kinds[3] != kinds[4] or kinds[3] not in DTYPES or kinds[5:] != ("f32",):

@@ -58,7 +58,7 @@ class PackedExperts:
         codes = jnp.stack([_field(words, *field) for field in FIELDS], -2)  # e tile slab | warp g t step | j | half
         codes = codes.reshape(*codes.shape[:7], 2, 2, 2).transpose(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
         scales = self.data[..., CODES:].reshape(*self.data.shape[:3], 4, 8, 2, 2).transpose(0, 1, 3, 5, 4, 2, 6)
-        scales = jnp.exp2(scales.astype(jnp.float32) - 253)  # as `pack_experts` keeps them
+        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(1.0, scales.astype(jnp.int32) - 253))
         e, tiles = codes.shape[:2]
         x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP)
         x = (x * scales.reshape(e, tiles, 4, 2, 8, -1, 1)).reshape(e, tiles, 4, 2, 8, self.columns)
@@ -79,14 +79,14 @@ def _field(words: Array, low: int, sign: int) -> Array:
 
 def _value_of(codes: Array) -> Array:
     """What codes of e2m1 stand for, in float32."""
-    exponent, odd = codes >> 1 & 3, (codes & 1).astype(jnp.float32)
-    size = jnp.where(exponent == 0, odd / 2, (1 + odd / 2) * jnp.exp2(exponent.astype(jnp.float32) - 1))
+    exponent, odd = codes >> 1 & 3, codes & 1
+    size = jnp.where(exponent == 0, 2 * odd, (2 + odd) << exponent).astype(jnp.float32) / 4
     return jnp.where(codes >= 8, -size, size)
 
 
 def _in_tiles(rows: Array, gated: bool) -> Array:
-    """Rows of matrices `[e, rows, …]` as tiles have them, `[e, tile, warp, 2, 8, …]`: a thread of a product has a gate and
-    what it lets through, or two neighbouring channels.
+    """Rows of matrices `[e, rows, …]` as tiles have them, `[e, tile, warp, 2, 8, …]`. A thread of a product has a gate
+    and what it lets through, or two neighbouring channels.
     """
     e, n, *others = rows.shape
     if gated:
@@ -119,8 +119,10 @@ def pack_experts(codes: Array, scales: Array) -> PackedExperts:
     gated = getattr(codes, "ndim", 3) == 4
     if gated:
         dims["gates"] = 2
-    codes = _check.operand(op, "codes", codes, "e gates rows bytes" if gated else "e rows bytes", dims, (jnp.dtype("uint8"),))
-    e, rows, columns = dims["e"], dims["rows"], 2 * dims["bytes"]
+    codes = _check.operand(
+        op, "codes", codes, "e gates rows bytes" if gated else "e rows bytes", dims, (jnp.dtype("uint8"),)
+    )
+    rows, columns = dims["rows"], 2 * dims["bytes"]
     for name, n in (("rows", rows), ("columns", columns)):
         if n % UNIT or n == 0:
             raise _check.error(ValueError, op, "codes", codes, f"{name} in multiples of {UNIT}")
@@ -153,7 +155,7 @@ def _packed(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
     kept = jnp.where(scales == 255, 255, kept).astype(jnp.uint8)
     s = _in_tiles(kept, gated).reshape(e, -1, 4, 2, 8, columns // SLAB, 2).transpose(0, 1, 5, 2, 4, 3, 6)
     data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:3], SLAB_BYTES - CODES)], -1)
-    return data, jnp.exp2(above.astype(jnp.float32))
+    return data, jnp.ldexp(1.0, above)
 
 
 def of_experts(

@@ -11,7 +11,7 @@ from .._definitions import experts
 from .._definitions.experts import PackedExperts
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
-from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.op import Arrays, Axes, Call, Op
 from .._dispatch.support import Support
 from .._host import fused_moe as raw
 from .._host import library
@@ -86,10 +86,10 @@ def fused_moe(
     weights = _check.operand(op, "weights", weights, "b s c", dims, _check.FP32)
     limit = math.inf if limit is None else _check.number(op, "limit", limit, "a float > 0", lambda y: y > 0)
     _check.implementation(op, implementation)
-    use, support = KernelUse.NEVER, None
-    if implementation != "reference":
-        support = _support(x, e)
-        use = choose(op, implementation, support)
+    if implementation == "reference":
+        return experts.of_experts(x, w13, w2, chosen, weights, limit=limit)
+    support = _support(x, e)
+    use = choose(op, implementation, support)
     params = (("limit", limit), ("of13", _static(w13)), ("of2", _static(w2)))
     arrays = (x, chosen, weights, *(a[None] for w in (w13, w2) for a in (w.data, w.factor)))
     (y,) = without_gradient(Call(_FUSED_MOE, use, params, support), *arrays)

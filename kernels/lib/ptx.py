@@ -117,6 +117,17 @@ def add_relu(x: Float32, factor: Float32, total: Float32) -> Float32:
     return ptx(text, Float32(x), Float32(factor), Float32(total), gives=(Float32,), pure=True)[0]
 
 
+def least(x: Float32, y: Float32) -> Float32:
+    """min(x, y); NaN stays NaN."""
+    return ptx("min.NaN.f32 $0, $1, $2;", Float32(x), Float32(y), gives=(Float32,), pure=True)[0]
+
+
+def bounded(x: Float32, limit: Float32) -> Float32:
+    """The number nearest to x between -limit and limit; NaN stays NaN."""
+    text = "{ .reg .f32 y; neg.f32 y, $2; max.NaN.f32 y, $1, y; min.NaN.f32 $0, y, $2; }"
+    return ptx(text, Float32(x), Float32(limit), gives=(Float32,), pure=True)[0]
+
+
 def clip(x: Float32, limit: Float32) -> Float32:
     """The number nearest to x between -limit and limit; x is not NaN."""
     text = "{ .reg .f32 y; neg.f32 y, $2; max.f32 y, $1, y; min.f32 $0, y, $2; }"
@@ -140,8 +151,8 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
 
 
 def multiply_by_half(a: Uint32, b: Uint32, half: int) -> Uint32:
-    """A pair of bf16 times one half of another pair, subnormal numbers among them; computed where this stands, before the
-    fence of a product."""
+    """A pair of bf16 times one half of another pair, subnormal numbers among them. It is computed where this stands,
+    before the fence of a product."""
     one = ("low", "high")[half]
     text = f"""{{ .reg .b16 low, high;
         .reg .b32 both;
@@ -176,8 +187,9 @@ def sleep_if_negative(a: Float32, b: Float32) -> None:
 
 def multiply_warp(sums: tuple, a: tuple, b: tuple) -> tuple[Float32, ...]:
     """A warp's sums + a b, 16 x 8 float32, of a 16 x 16 and b 16 x 8 in bf16, by each lane's registers of these."""
-    text = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     operands = (*map(Uint32, a), *map(Uint32, b), *map(Float32, sums))
+    registers = ("{$0, $1, $2, $3}", "{$4, $5, $6, $7}", "{$8, $9}", "{$10, $11, $12, $13}")
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {', '.join(registers)};"
     return ptx(text, *operands, gives=(Float32,) * 4, pure=True)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
 from kernels.abi import MOST_GROUPS, GroupRows
@@ -79,9 +79,7 @@ class GroupRowsKernel(Kernel):
         self.launch(group, weight, made, rows, groups, tile, ctas=Int32(1), stream=stream)
 
     @cute.kernel
-    def kernel(
-        self, group: cute.Pointer, weight: cute.Pointer, made: Sorted, rows: Int32, groups: Int32, tile: Int32
-    ):
+    def kernel(self, group: cute.Pointer, weight: cute.Pointer, made: Sorted, rows: Int32, groups: Int32, tile: Int32):
         c, thread = self.config, cute.arch.thread_idx()[0]
         smem = SmemAllocator()
         counts = smem.allocate_array(Int32, c.threads)

@@ -1,11 +1,16 @@
 """y = w x for the rows of x in each group, with the group's matrix: the experts of a layer. Weights come packed, and
 become bfloat16 in registers.
 
-The matrix is the product's first operand, whose 64 rows come from registers, and the rows of x are its columns: so few
-rows of x are a narrow product. A warp loads, and each consumer warpgroup decodes and multiplies rows of the matrix.
+The operands are swapped: 64 rows of the matrix come from registers, and rows of x are a product's columns. So a few
+rows of x are a narrow product.
 
-    loader      w0 x0 | w1 x1 | w2 x2 | ...       a bulk copy of codes and scales; rows of x by cp.async
+    loader      w0 x0 | w1 x1 | w2 x2 | ...       bulk copies of codes and scales; rows of x
     consumer    decode 64 x 64 | product | decode the next, under that product | ...
+
+For few rows (a step) reading the matrices takes the time. Four CTAs run on an SM, with a warpgroup each that decodes
+and multiplies, by a warp's products, since a warpgroup's takes as long for 8 rows of x as for 64. Bulk copies bring
+rows of x, one a lane. For many rows (a prompt) two warpgroups have 128 rows of the matrix each, and rows of x come by
+cp.async.
 
 A list, which `group_rows` makes, names tiles: a group, its first row and how many it has. A CTA takes a tile with some
 rows of the matrix, all of k, and then its next one: the ring of stages runs on. What a row gets does not depend on the
@@ -20,7 +25,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct
@@ -29,9 +34,11 @@ from kernels.lib.columns import by_column, column_of
 from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
 from kernels.lib.pipeline import Ring
 from kernels.lib.ptx import (
+    bounded,
     copy_bulk,
     copy_bulk_once,
     copy_or_zero,
+    least,
     load_four_words,
     load_matrices,
     multiply_warp,
@@ -41,7 +48,7 @@ from kernels.lib.ptx import (
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, divide, load, store
 from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.tiles import TileAllocator
-from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_b, register_operand, tiled_mma
+from kernels.lib.wgmma import K_MAJOR, SLAB, multiply, operand_b, register_operand, tiled_mma
 
 from .config import LANES_A_ROW, Config
 from .weights import STEPS
@@ -162,7 +169,9 @@ class GroupedProductSm90(Kernel):
     # ---- loader
 
     @cute.jit
-    def produce_few(self, ring: Ring, of_x: Int32, of_w: Int32, x: cute.Pointer, w: cute.Pointer, rows: Rows, n: Extents):
+    def produce_few(
+        self, ring: Ring, of_x: Int32, of_w: Int32, x: cute.Pointer, w: cute.Pointer, rows: Rows, n: Extents
+    ):
         """A lane copies a row of x, and the first one codes too."""
         c, lane = self.config, cute.arch.lane_idx()
         stages, fill, size = n.slabs // c.slabs, Int32(0), c.slabs * c.row_bytes
@@ -254,8 +263,7 @@ class GroupedProductSm90(Kernel):
         gate: Gate,
         n: Extents,
     ):
-        c, form = self.config, self.config.format
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         sums = [cute.make_rmem_tensor(c.max_rows // 2, Float32) for _ in range(c.units)]
         of_rows = cute.make_rmem_tensor(c.max_rows // 4, Float32)
@@ -296,8 +304,9 @@ class GroupedProductSm90(Kernel):
         codes: Int32,
         sums: cute.Tensor,
     ):
-        """sums <- 64 rows of the matrix times so many rows of x, by products of a warp: one of a warpgroup takes as long
-        for 8 rows of x as for 32."""
+        """sums <- 64 rows of the matrix times so many rows of x, by products of a warp: one of a warpgroup takes as
+        long for 8 rows of x as for 32.
+        """
         c, form = self.config, self.config.format
         thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
         operand = cute.make_rmem_tensor(4 * STEPS, Uint32)
@@ -334,7 +343,7 @@ class GroupedProductSm90(Kernel):
     ):
         """sums <- rows of the matrix times so many rows of x.
 
-        Within a stage an operand is decoded under the product before it. ptxas lets no product run on into the next
+        An operand is decoded under the product before it. ptxas lets no product run on into the next
         iteration of a loop in which registers of another one are defined: there the other warpgroup fills in.
         """
         c, form = self.config, self.config.format
@@ -389,8 +398,7 @@ class GroupedProductSm90(Kernel):
         column = of_matrix * 32 + thread // WARP * 8 + thread % WARP // 4
         for i in cutlass.range_constexpr(cute.size(of_rows)):
             row = column_of(thread, i)
-            opens = cutlass.min(sums[i, 0] * scale, gate.limit)
-            up = cutlass.max(cutlass.min(sums[i, 1] * scale, gate.limit), -gate.limit)
+            opens, up = least(sums[i, 0] * scale, gate.limit), bounded(sums[i, 1] * scale, gate.limit)
             z = opens * up * of_rows[i] * cute.arch.rcp_approx(1.0 + exp2(-opens * LOG2_E))
             if (row < tile.rows) & (column < n.n):
                 store(y + (Int64(tile.first + row) * n.n + column), z.to(self.dtype))

@@ -31,10 +31,10 @@ class Format:
         to_scales = WARPGROUP * self.code_bytes - thread * self.code_bytes + thread // 4 * self.scale_bytes
         return load_shared_words(slab), load_shared_word(slab + to_scales)
 
-    def decode(self, operand: cute.Tensor, loaded: tuple, slab: int = 0) -> None:
-        """operand <- 64 rows by 64 of k, in bfloat16; the slab-th 64 of its own."""
+    def decode(self, operand: cute.Tensor, loaded: tuple) -> None:
+        """operand <- 64 rows by 64 of k, in bfloat16."""
         codes, scales = loaded
-        pairs = cute.make_tensor(cute.recast_ptr(operand.iterator + slab * 64 * 64 // WARPGROUP, dtype=Uint32), cute.make_layout(4 * STEPS))
+        pairs = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Uint32), cute.make_layout(4 * STEPS))
         # of either 32 of k, the powers of two of two rows, as a pair of bfloat16
         factors = [permute_bytes(scales, Uint32(0), Uint32(0x2404 + i * 0x1010)) >> Uint32(1) for i in range(2)]
         for step in range(STEPS):
