@@ -97,7 +97,7 @@ def _in_tiles(rows: Array, gated: bool) -> Array:
 def pack_experts(codes: Array, scales: Array) -> PackedExperts:
     """Lays matrices of experts in MXFP4 out for `fused_moe`: once, when a checkpoint is loaded.
 
-    It needs no more memory than the codes. A number below 2^-133 of its expert's greatest scale counts as 0; all others
+    A number below 2^-133 of its expert's greatest scale counts as 0; all others
     are kept exactly.
 
     Args:
