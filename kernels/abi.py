@@ -662,10 +662,50 @@ class KeyCodes(Variant):
         return (*arrays, *each("int32", "b", "n", "page", "page_bytes"))
 
 
+MOST_GROUPS = 1024
+"""of `GroupRows`, a thread each"""
+
+
+@dataclass(frozen=True)
+class GroupRows(Variant):
+    """Rows by group, and the tiles that they make up."""
+
+    family, layout = "group_rows", "group_rows"
+
+    @property
+    def params(self) -> Params:
+        made = ("list", "weights", "places", "tiles", "count")
+        return (*each("address", "group", "weight", *made), *each("int32", "rows", "groups", "tile"))
+
+
+FEW_ROWS, MANY_ROWS = 16, 128
+"""of a group that make a tile: in a step, whose time is that of reading matrices, and in a prompt"""
+
+
+@dataclass(frozen=True)
+class GroupedProduct(Variant):
+    """Products of rows, sorted by group, with their group's matrix; gated: pairs of channels become one."""
+
+    dtype: str  # of x and y
+    weights: str  # how matrices are packed
+    gated: bool = False
+    max_rows: int = ANY  # of a group, about
+
+    family, layout = "grouped_product", "grouped_product"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "x", "w", "factor", "y", "list", "weights", "tiles", "count"),
+            *each("float32", "limit"),
+            *each("int32", "k", "n", "slabs", "tiles_of_matrix", "per_row"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
-    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes),
+    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
 )
 
 

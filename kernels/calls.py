@@ -382,6 +382,28 @@ TARGETS = (
         ),
         {"parts": "int64", "column": "int64", "scale": "float32", **EPS},
     ),
+    Target(
+        "fused_moe",
+        "fused_moe",
+        (
+            *arrays("x: T[b s_q k]"),
+            array("chosen: s32[b s_q n_chosen]", "group"),
+            array("weights: f32[b s_q n_chosen]", "weight"),
+            array("w13: u8[groups tiles13 slabs13 slab_bytes]", aligned=True),
+            *arrays("factor13: f32[groups]"),
+            array("w2: u8[groups tiles2 slabs2 slab_bytes]", aligned=True),
+            *arrays("factor2: f32[groups]"),
+        ),
+        (
+            *arrays("y: T[rows k]", "places: s32[b s_q n_chosen]"),  # rows by expert, and where each choice's is
+            *arrays("inner: T[rows n]"),
+            array("list: s32[rows]"),
+            array("sorted: f32[rows]", "sorted_weights"),
+            array("tiles: s32[n_tiles 4]", aligned=True),
+            *arrays("count: s32[1]"),
+        ),
+        {"limit": "float32", "format": "string"},
+    ),
     *(
         Target(
             name,

@@ -9,6 +9,7 @@ from .abi import (
     BOUNDS,
     BY_COLUMNS,
     FEW_HEADS,
+    FEW_ROWS,
     FP8,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
@@ -17,6 +18,8 @@ from .abi import (
     Combine,
     FewRowsProduct,
     Forward,
+    GroupedProduct,
+    GroupRows,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -50,7 +53,7 @@ MLA_E4M3 = f"{HOPPER}.mla.fwd_e4m3.kernel"
 MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
-FEW_ROWS = f"{HOPPER}.few_rows_product.kernel"
+FEW_ROWS_PRODUCT = f"{HOPPER}.few_rows_product.kernel"
 MLA_BACKWARD_BLACKWELL = f"{BLACKWELL}.mla_bwd.kernel"
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 MLA_GRADIENTS = ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
@@ -233,7 +236,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # a step's products; parts are those into which steps of published models cut k
     *(
-        FewRowsProduct(op, "sm_90a", FEW_ROWS, "bfloat16", to_float32, parts, max_rows=rows)
+        FewRowsProduct(op, "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", to_float32, parts, max_rows=rows)
         for op, to_float32, cut in (
             ("few_rows_product", False, (2, 4)),
             ("few_rows_product", True, (2, 4, 8)),
@@ -243,16 +246,24 @@ VARIANTS: tuple[Variant, ...] = (
         for rows in (64, ANY)
     ),
     *(
-        FewRowsProduct("few_rows_product_norm_rope", "sm_90a", FEW_ROWS, "bfloat16", max_rows=rows)
+        FewRowsProduct("few_rows_product_norm_rope", "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", max_rows=rows)
         for rows in (64, ANY)
     ),
     *(
         FewRowsProduct(
-            "few_rows_product_index_query", "sm_90a", FEW_ROWS, "bfloat16", parts=2, to_fp8=to_fp8, max_rows=rows
+            "few_rows_product_index_query", "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", parts=2, to_fp8=to_fp8, max_rows=rows
         )
         for to_fp8 in (False, True)
         for rows in (64, ANY)
     ),
+    *(
+        GroupedProduct(
+            "grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", "mxfp4", gated, rows
+        )
+        for gated in (False, True)
+        for rows in (FEW_ROWS, ANY)
+    ),
+    GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

@@ -438,6 +438,33 @@ def plan_few_rows_product(
     )
 
 
+def plan_group_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
+    """What sorts rows by expert. ValueError where the library refuses it, as in what follows."""
+    given, at = ctypes.byref(filled("FusedMoeShape", **shape)), addressed("fused_moe", addresses)
+    return planned("group_rows", given, ctypes.c_int32(tile_m), at)
+
+
+def plan_grouped_product(
+    shape: dict[str, int],
+    gated: bool,
+    limit: float,
+    *,
+    tile_m: int,
+    tile_n: int,
+    processors: int,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """What the gated product of experts is launched with, or the one after it."""
+    return planned(
+        "grouped_product",
+        ctypes.byref(filled("FusedMoeShape", **shape)),
+        ctypes.c_bool(gated),
+        ctypes.c_float(limit),
+        _tiles(tile_m, tile_n, processors),
+        addressed("fused_moe", addresses),
+    )
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """What inserts entries into a cache."""
     return planned(

@@ -19,7 +19,7 @@ Decode = Callable[[Instruction, "Decoder"], Step]
 
 FAMILIES = (
     *("alu", "control", "memory", "reductions", "barriers", "clusters", "copies", "lanes", "wgmma"),
-    *("tmem", "tcgen05", "products", "launch_control"),
+    *("warp_products", "tmem", "tcgen05", "products", "launch_control"),
 )
 
 DTYPES: dict[str, type[np.generic]] = {
