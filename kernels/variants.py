@@ -251,7 +251,13 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         FewRowsProduct(
-            "few_rows_product_index_query", "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", parts=2, to_fp8=to_fp8, max_rows=rows
+            "few_rows_product_index_query",
+            "sm_90a",
+            FEW_ROWS_PRODUCT,
+            "bfloat16",
+            parts=2,
+            to_fp8=to_fp8,
+            max_rows=rows,
         )
         for to_fp8 in (False, True)
         for rows in (64, ANY)
