@@ -32,10 +32,8 @@ struct FusedMoe {
       return error;
     }
     for (bool gated : {true, false}) {
-      const GroupedProductChoices choices{.dtype = call.x.dtype,
-                                          .weights = call.format,
-                                          .gated = gated,
-                                          .max_rows = RowsOfTile(*shape)};
+      const GroupedProductChoices choices{
+          .dtype = call.x.dtype, .weights = call.format, .gated = gated, .max_rows = RowsOfTile(*shape)};
       ffi::Error error = LookUp("grouped_product", device, choices, &(*kernels)[gated ? 1 : 2]);
       if (error.failure()) return error;
     }

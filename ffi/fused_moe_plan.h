@@ -18,8 +18,8 @@ struct FusedMoeShape {
   int64_t rows() const { return tokens * chosen; }
 };
 
-constexpr int64_t kMostExperts = 1024;                // of GroupRows, a thread each
-constexpr int64_t kGroupedDepth = 256;                // of k and inner: a stage, or two
+constexpr int64_t kMostExperts = 1024;                 // of GroupRows, a thread each
+constexpr int64_t kGroupedDepth = 256;                 // of k and inner: a stage, or two
 constexpr int64_t kTileRows = 64, kTileChannels = 32;  // of a matrix; of gates, half of these
 
 // Returns why it cannot be: empty if it can.

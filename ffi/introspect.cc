@@ -4,8 +4,8 @@
 
 #include "by_columns_plan.h"
 #include "few_rows_product_plan.h"
-#include "fused_moe_plan.h"
 #include "forward_plan.h"
+#include "fused_moe_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
 #include "indexer_within_plan.h"

@@ -1,6 +1,5 @@
 """A step's products, `layers/_few_rows.py`: by definition on a CPU and on meshes, by kernels on a GPU."""
 
-import dataclasses
 import functools
 import itertools
 import re
