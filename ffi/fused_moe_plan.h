@@ -53,7 +53,7 @@ inline int64_t MostTiles(const FusedMoeShape& x, int64_t tile_m) { return x.expe
 inline Plan<GroupRowsArguments> PlanGroupRows(const FusedMoeShape& x, int64_t tile_m, const FusedMoeAddresses& at) {
   return {.grid = 1,
           .arguments = {.group = at.group,
-                        .weight = at.weight,
+                        .chosen_weight = at.chosen_weight,
                         .list = at.list,
                         .weights = at.sorted_weights,
                         .places = at.places,

@@ -675,7 +675,7 @@ class GroupRows(Variant):
     @property
     def params(self) -> Params:
         made = ("list", "weights", "places", "tiles", "count")
-        return (*each("address", "group", "weight", *made), *each("int32", "rows", "groups", "tile"))
+        return (*each("address", "group", "chosen_weight", *made), *each("int32", "rows", "groups", "tile"))
 
 
 FEW_ROWS, MANY_ROWS = 16, 128

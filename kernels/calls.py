@@ -388,7 +388,7 @@ TARGETS = (
         (
             *arrays("x: T[b s_q k]"),
             array("chosen: s32[b s_q n_chosen]", "group"),
-            array("weights: f32[b s_q n_chosen]", "weight"),
+            array("weights: f32[b s_q n_chosen]", "chosen_weight"),
             array("w13: u8[groups tiles13 slabs13 slab_bytes]", aligned=True),
             *arrays("factor13: f32[groups]"),
             array("w2: u8[groups tiles2 slabs2 slab_bytes]", aligned=True),

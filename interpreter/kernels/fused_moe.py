@@ -13,6 +13,7 @@ import numpy as np
 from jax_dsv4_fmha._definitions.experts import GROUP, SLAB, TILE, PackedExperts, pack_experts
 from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
 
+from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
 from . import native
 from .launch import Edit, Kernel, machine
@@ -119,7 +120,7 @@ def sort_launched(
     """The sort, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(variant), new_memory()
     rows = x.chosen.size
-    at = {"group": memory.add("group", x.chosen), "weight": memory.add("weight", x.weights)}
+    at = {"group": memory.add("group", x.chosen), "chosen_weight": memory.add("chosen_weight", x.weights)}
     sizes = {
         "list": 4 * rows,
         "sorted_weights": 4 * rows,
@@ -134,7 +135,7 @@ def sort_launched(
 
 def sort(variant: GroupRows, x: Problem, tile_m: int, **how: Any) -> Sorted:
     of_launch = sort_launched(variant, x, tile_m, **how)
-    of_launch.run()
+    scheduler.run(of_launch)
 
     def found(name: str, dtype: Any) -> Array:
         array = of_launch.memory.named(name)
@@ -199,7 +200,7 @@ def given_inner(x: Problem) -> Array:
 def product(variant: GroupedProduct, x: Problem, **how: Any) -> Array:
     """bfloat16 [rows, channels]"""
     of_launch = product_launched(variant, x, **how)
-    of_launch.run()
+    scheduler.run(of_launch)
     array = of_launch.memory.named("y")
     return array.bytes[: array.size].view(BF16).reshape(max(len(listed(x)), 1), -1)
 

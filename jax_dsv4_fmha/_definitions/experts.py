@@ -1,14 +1,16 @@
 """Matrices of experts in MXFP4, laid out for products, and what a layer's experts compute with them."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
 from .. import _check
+from .pytree import public_pytree
 
 Array = jax.Array
+STATIC = {"static": True}
 
 GROUP = 32
 """numbers of a row that share a scale"""
@@ -24,9 +26,7 @@ GREATEST_SCALE = 128
 """the code of the greatest power of two by which a number becomes bfloat16 without a factor for the matrix: 2"""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "factor"], meta_fields=["rows", "columns", "gated"]
-)
+@public_pytree
 @dataclass(frozen=True)
 class PackedExperts:
     """The matrices of a layer's experts in MXFP4, as `fused_moe` takes them; `pack_experts` makes them.
@@ -37,13 +37,20 @@ class PackedExperts:
       rows: of each matrix: channels that a product makes; of a gated one, gates and what they let through.
       columns: channels that a product takes.
       gated: whether rows are pairs of a gate and what it lets through.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import pack_experts
+      >>> w = pack_experts(jnp.full((4, 2, 256, 128), 0x22, jnp.uint8), jnp.full((4, 2, 256, 8), 127, jnp.uint8))
+      >>> w.experts, w.rows, w.columns, w.gated, w.data.shape
+      (4, 512, 256, True, (4, 8, 4, 2176))
     """
 
     data: Array
     factor: Array
-    rows: int
-    columns: int
-    gated: bool
+    rows: int = field(metadata=STATIC)
+    columns: int = field(metadata=STATIC)
+    gated: bool = field(metadata=STATIC)
 
     @property
     def experts(self) -> int:
@@ -97,8 +104,7 @@ def _in_tiles(rows: Array, gated: bool) -> Array:
 def pack_experts(codes: Array, scales: Array) -> PackedExperts:
     """Lays matrices of experts in MXFP4 out for `fused_moe`: once, when a checkpoint is loaded.
 
-    A number below 2^-133 of its expert's greatest scale counts as 0; all others
-    are kept exactly.
+    A number below 2^-133 of its expert's greatest scale counts as 0; all others are kept exactly.
 
     Args:
       codes: uint8 `[e, rows, columns / 2]`, two of e2m1, the first in the lower bits; or `[e, 2, rows, columns / 2]`

@@ -64,7 +64,7 @@ class GroupRowsKernel(Kernel):
     def __call__(
         self,
         group: cute.Pointer,  # int32 [rows]
-        weight: cute.Pointer,  # float32 [rows]
+        chosen_weight: cute.Pointer,  # float32 [rows]
         list: cute.Pointer,
         weights: cute.Pointer,
         places: cute.Pointer,
@@ -76,10 +76,12 @@ class GroupRowsKernel(Kernel):
         stream: cuda.CUstream,
     ):
         made = Sorted(list, weights, places, tiles, count)
-        self.launch(group, weight, made, rows, groups, tile, ctas=Int32(1), stream=stream)
+        self.launch(group, chosen_weight, made, rows, groups, tile, ctas=Int32(1), stream=stream)
 
     @cute.kernel
-    def kernel(self, group: cute.Pointer, weight: cute.Pointer, made: Sorted, rows: Int32, groups: Int32, tile: Int32):
+    def kernel(
+        self, group: cute.Pointer, chosen_weight: cute.Pointer, made: Sorted, rows: Int32, groups: Int32, tile: Int32
+    ):
         c, thread = self.config, cute.arch.thread_idx()[0]
         smem = SmemAllocator()
         counts = smem.allocate_array(Int32, c.threads)
@@ -111,7 +113,7 @@ class GroupRowsKernel(Kernel):
             if (its >= 0) & (its < groups):
                 place = take_next(counts.toint() + its * 4)
                 store(made.list + place, i)
-                store(made.weights + place, load(weight + i))
+                store(made.weights + place, load(chosen_weight + i))
             store(made.places + i, place)
 
     @cute.jit
