@@ -11,9 +11,13 @@ PACKAGES := jax_dsv4_fmha kernels ffi interpreter tests examples docs
 CXX_FILES = $(shell find ffi tests -name '*.h' -o -name '*.cc')
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
+# Without a GPU, `make test` needs no others; where all were built, or may run, it builds all.
+TESTED := .venv/.built$(if $(HERE)$(wildcard .venv/.built),,-tested)
+# What `make test` leaves to `make test-all`; tests/conftest.py finds `faults` and `rest`.
+LATER := slow or faults or rest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed quick test test-slow test-faults test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
+.PHONY: help demo installed check quick test test-all test-gpu test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
@@ -29,17 +33,23 @@ installed: $(if $(wildcard .venv/.built),,$(if $(HERE),.venv/.built-here,.venv/.
 	@test ! -e .venv/.built || $(MAKE) --question .venv/.built >/dev/null 2>&1 \
 	    || echo "make: kernels/, ffi/ or pyproject.toml have changed since \`make build\`, which builds what has changed"
 
+check: installed .venv/.tools ## lint, types, and the tests of what differs from main, by tests/which.toml; ARGS='--since HEAD'
+	$(BIN)/python -m tests.check $(ARGS)
+
 quick: installed lint ## lint, and every test that is not slow and neither compiles nor interprets a kernel; needs no kernel to be built
 	$(PYTEST) --quick
 
-test: build .venv/.tools ## set up, build every kernel, and run all tests except those of test-slow and test-faults
-	$(PYTEST) -m 'not (fuzz or slow or faults)'
+test: $(TESTED) .venv/.tools ## set up, build the kernels that tests interpret, and run all tests except those of test-all
+	$(PYTEST) -m 'not (fuzz or $(LATER))'
 
-test-slow: build .venv/.tools ## run the tests that take longer than ten seconds, or show much of what a shorter one shows
-	$(PYTEST) -m slow
+test-all: build .venv/.tools ## build every kernel, and run all that make test left out: slow tests, planted faults, the rest of the kernels
+	$(PYTEST) -m '($(LATER)) and not fuzz'
+	$(MAKE) test-orders test-hf
+	@if $(MAKE) .venv-witnesses/.tools; then $(MAKE) test-witnesses ARGS=--quick; \
+	    else echo "make: the witnesses did not run, because their packages could not be installed"; fi
 
-test-faults: build .venv/.tools ## plant faults in the PTX and the sources of kernels, which the interpreter has to find
-	$(PYTEST) -m faults
+test-gpu: build .venv/.tools ## run the tests of a GPU, several at a time; ARGS='--limit 540 --skip-passed build/gpu.jsonl'
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py tests/test_http.py
@@ -62,10 +72,11 @@ pictures: build .venv/.tools ## write tables and draw pictures of the pages anew
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 	$(BIN)/python docs/generate.py
 
-lint: .venv/.tools ## formatting of Python and C++, lint and types
+lint: .venv/.tools ## formatting of Python and C++, lint, the form of pages, and types
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python docs/lint.py
 	$(BIN)/mypy
 
 fmt: .venv/.tools ## format Python and C++
@@ -134,10 +145,11 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
 	@touch $@
 
-# Kernels of every architecture, or of this machine's alone; tests want all. The build directory is kept between builds.
+# All kernels, this machine's, or those that `make test` interprets. The build directory is kept between builds.
 .venv/.built: KERNELS = all
 .venv/.built-here: KERNELS = $(HERE)
-.venv/.built .venv/.built-here: .venv/.compilers $(wildcard ffi/*) $(shell find kernels -name '*.py') | .venv/.python
+.venv/.built-tested: KERNELS = tested
+.venv/.built .venv/.built-here .venv/.built-tested: .venv/.compilers $(wildcard ffi/*) $(shell find kernels -name '*.py') | .venv/.python
 	@echo "make: the C++ library, with kernels for: $(KERNELS)"
 	@$(PIP) install --no-build-isolation --no-deps --verbose -e . \
 	    -C cmake.define.KERNELS=$(KERNELS) 2>&1 | tee .venv/build.log \

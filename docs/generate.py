@@ -4,7 +4,7 @@
     …
     <!-- end -->
 
-`python docs/generate.py` does so for every page; `tests/test_docs.py` asserts that it would change nothing.
+`python docs/generate.py` does so for every page; `make lint` says where it would change something.
 `make pictures` runs it, and draws the pictures from the same files. A new measurement is a new JSON file, and that run
 again.
 """
@@ -18,7 +18,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 from figures import GENERATED  # noqa: E402
 
-PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
+PAGES = (DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 MARKED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 

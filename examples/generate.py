@@ -8,7 +8,7 @@ of different lengths.
 The program reads the prompts at once (dsv4_attention), which fills the caches. Then each step appends the new token's
 entries to the caches and attends to them (dsv4_decode). At the end the program reads all tokens at once: the same
 logits must come out. The weights are random, so the text makes no sense. To be short, compressors are means of blocks
-without overlap; `examples/serve.py` generates with a model's own, from `jax_dsv4_fmha.layers`.
+without overlap; `examples/serve.py` serves with a model's own, from `jax_dsv4_fmha.layers`.
 """
 
 import argparse

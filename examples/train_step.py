@@ -14,7 +14,6 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import indexer_loss
 from jax_dsv4_fmha.layers import from_config
 
 VOCABULARY, WIDTH = 64, 128
@@ -42,17 +41,11 @@ def loss(parameters, tokens, layers, dtype):
     hidden = parameters["embed"].astype(dtype)[tokens]
     of_indexers = 0.0
 
-    def attend(layer, weights, x):
-        out = layer(weights["attention"], x)
-        choice = None if out.index_query is None else (out.choice(), weights["attention"]["sink"])
-        return out.y, choice
-
     for layer, weights in zip(layers, parameters["layers"], strict=True):
-        y, choice = jax.checkpoint(functools.partial(attend, layer))(weights, norm(hidden))
-        if choice is not None:
-            choice, sink = choice
-            of_indexers += indexer_loss(**choice._asdict(), sink=sink).mean()
-        hidden += y
+        out = jax.checkpoint(layer)(weights["attention"], norm(hidden))
+        if layer.indexer is not None:
+            of_indexers += layer.indexer_loss(weights["attention"], out).mean()
+        hidden += out.y
         hidden += jax.nn.silu(norm(hidden) @ weights["up"].astype(dtype)) @ weights["down"].astype(dtype)
     logits = (norm(hidden) @ parameters["embed"].astype(dtype).T).astype(jnp.float32)
     of_tokens = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()

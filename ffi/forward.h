@@ -6,7 +6,6 @@
 // sequences before them are whole, in a launch of their own.  With 0 or 1 splits there are no partial results.
 //
 // Calls that are named so turn q and o: q comes before its norm and RoPE, and o_parts are turned back already.
-// Those "to e4m3" give o in codes, f8e4m3fn, and scales f32 [b, s_q, h_q, d / 128] in place of partial results.
 #pragma once
 
 #include "canonical_order.h"
@@ -21,17 +20,10 @@ struct Forward {
   using Shape = AttentionShape;
   using Kernels = std::array<Launcher*, 2>;  // attention; where keys are split, the merge of its parts
 
-  static constexpr int64_t kScaled = 128;  // columns of a scale of o's codes
-
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     *shape = AttentionShapeOf(call, n, std::max<int64_t>(n.splits, 1));
     if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
-    shape->o_type = MapType(call.o.dtype);
     Expectations expect;
-    if (n.splits < 0) {  // scales are where parts would be
-      expect.Shape(call.o_parts, {n.b, n.s_q, n.h_q, n.d / kScaled});
-      return expect.error();
-    }
     const int64_t split = std::min(std::max<int64_t>(n.b_split, 1), n.b);
     expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, n.d});
     return expect.error();

@@ -22,9 +22,7 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, float e
   plan->grid = n.grid;
   SetTiling(shape.rows, n, &x);
   x.q = Rows(shape.rows, n, at.q);
-  RowShape o = shape.rows;
-  o.type = shape.o_type;
-  x.o = Rows(o, n, at.o);
+  x.o = Rows(shape.rows, n, at.o);
   x.sink = at.sink;
   x.lse = shape.rows.splits > 1 ? at.lse_parts : at.lse;
   x.o_parts = at.o_parts;

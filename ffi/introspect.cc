@@ -5,6 +5,7 @@
 #include "by_columns_plan.h"
 #include "few_rows_product_plan.h"
 #include "forward_plan.h"
+#include "fused_moe_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
 #include "indexer_within_plan.h"
@@ -221,6 +222,21 @@ int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps,
                                                    : kFewRowsProduct;
   return Show(layout.name, PlanFewRowsProduct(*shape, eps, scale, *tiles, *addresses), CheckFewRowsProductShape(*shape),
               out, error, error_bytes);
+}
+
+// What sorts rows by expert, for products whose tiles have tile_m rows: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_group_rows(const FusedMoeShape* shape, int32_t tile_m, const FusedMoeAddresses* addresses,
+                              ShownLaunch* out, char* error, size_t error_bytes) {
+  return Show(kGroupRows.name, PlanGroupRows(*shape, tile_m, *addresses), CheckFusedMoeShape(*shape), out, error,
+              error_bytes);
+}
+
+// The gated product of experts, or the one after it.
+int dsv4_fmha_plan_grouped_product(const FusedMoeShape* shape, bool gated, float limit, const Tiles* tiles,
+                                   const FusedMoeAddresses* addresses, ShownLaunch* out, char* error,
+                                   size_t error_bytes) {
+  return Show(kGroupedProduct.name, PlanGroupedProduct(*shape, gated, *tiles, limit, *addresses),
+              CheckFusedMoeShape(*shape), out, error, error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

@@ -217,7 +217,6 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
                                 .d = n.d,
                                 .splits = splits,
                                 .type = MapType(call.q.dtype)},
-                       .o_type = MapType(call.q.dtype),
                        .source_count = call.target->source_count,
                        .sources = {}};
   for (int i = 0; i < shape.source_count; ++i) {

@@ -48,7 +48,6 @@ struct SourceShape {
 // What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q.
 struct AttentionShape {
   RowShape rows;
-  int64_t o_type;  // a TensorMapDataType, too: where o is not like q
   int64_t source_count;
   SourceShape sources[kMaxSources];
 };

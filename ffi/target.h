@@ -44,62 +44,111 @@ ffi::Error Execute(const typename Family::Call& call, CUstream handle, int ordin
   return Family::Run(call, shape, kernels, stream);
 }
 
-struct DeviceNumber {
-  int value;
-  DeviceNumber(int32_t value) : value(value) {}  // NOLINT: what DeviceOrdinal is decoded to
-};
+inline void Put(const Array& array, const ffi::AnyBuffer& x, Operand* arrays) {
+  for (int place : array.places) {
+    if (place >= 0) arrays[place] = Operand(array.name, x);
+  }
+}
 
-}  // namespace dsv4_fmha
+// The arrays of a call, by the table of its target: operands, then results.
+inline ffi::Error PutArrays(const Target& target, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                            Operand* arrays) {
+  const size_t count = target.array_count, given = operands.size() + results.size();
+  if (given != count) {
+    return ffi::Error::InvalidArgument(std::string(target.name) + ": got " + std::to_string(given) +
+                                       " arrays, wanted " + std::to_string(count));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (i < operands.size()) {
+      ffi::ErrorOr<ffi::AnyBuffer> x = operands.get<ffi::AnyBuffer>(i);
+      if (x.has_error()) return x.error();
+      Put(target.arrays[i], *x, arrays);
+    } else {
+      ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> x = results.get<ffi::AnyBuffer>(i - operands.size());
+      if (x.has_error()) return x.error();
+      Put(target.arrays[i], **x, arrays);
+    }
+  }
+  return ffi::Error::Success();
+}
 
-namespace xla::ffi {
+inline ffi::Error ReadEach(ffi::Dictionary) { return ffi::Error::Success(); }
 
-template <>
-struct CtxBinding<dsv4_fmha::CUstream> {
-  using Ctx = PlatformStream<dsv4_fmha::CUstream>;
-};
+template <typename T, typename... Others>
+ffi::Error ReadEach(ffi::Dictionary attributes, std::string_view name, T* to, Others... others) {
+  ffi::ErrorOr<T> x = attributes.get<T>(name);
+  if (x.has_error()) return x.error();
+  *to = *x;
+  return ReadEach(attributes, others...);
+}
 
-template <>
-struct CtxBinding<dsv4_fmha::DeviceNumber> {
-  using Ctx = DeviceOrdinal;
-};
+// Reads all attributes of a call, by their names: Read(x, "scale", &scale, "order", &order).
+template <typename... NamesAndPlaces>
+ffi::Error Read(ffi::Dictionary attributes, NamesAndPlaces... given) {
+  const size_t count = sizeof...(given) / 2;
+  if (attributes.size() != count) {
+    return ffi::Error::InvalidArgument("got " + std::to_string(attributes.size()) + " attributes, wanted " +
+                                       std::to_string(count));
+  }
+  return ReadEach(attributes, given...);
+}
 
-}  // namespace xla::ffi
-
-namespace dsv4_fmha {
-
-// The handlers of both stages. `decode` makes a call from operands, results and attributes, whose types say how to
-// decode them.
-template <typename Family, auto decode>
-struct Handlers;
-
-template <typename Family, typename... Given, typename Family::Call (*decode)(Given...)>
-struct Handlers<Family, decode> {
-  static ffi::Error OnInitialize(DeviceNumber device, Given... x) {
-    return dsv4_fmha::Initialize<Family>(decode(x...), device.value);
+// The handlers of both stages. `read` fills in a call's attributes. All targets have handlers of two types, for which
+// the compiler instantiates XLA's templates once.
+template <typename Family, const Target& target, ffi::Error (*read)(ffi::Dictionary, typename Family::Call*)>
+struct Handlers {
+  static ffi::Error Decode(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+                           typename Family::Call* call) {
+    call->target = &target;
+    Operand* arrays = reinterpret_cast<Operand*>(call);  // a call begins with its arrays
+    if (ffi::Error error = PutArrays(target, operands, results, arrays); error.failure()) return error;
+    return read(attributes, call);
   }
 
-  static ffi::Error OnExecute(CUstream stream, DeviceNumber device, Given... x) {
-    return dsv4_fmha::Execute<Family>(decode(x...), stream, device.value);
+  static ffi::Error OnInitialize(int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                 ffi::Dictionary attributes) {
+    typename Family::Call call;
+    if (ffi::Error error = Decode(operands, results, attributes, &call); error.failure()) return error;
+    return dsv4_fmha::Initialize<Family>(call, ordinal);
+  }
+
+  static ffi::Error OnExecute(CUstream stream, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                              ffi::Dictionary attributes) {
+    typename Family::Call call;
+    if (ffi::Error error = Decode(operands, results, attributes, &call); error.failure()) return error;
+    return dsv4_fmha::Execute<Family>(call, stream, ordinal);
   }
 
   static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
-    using Function = decltype(&OnInitialize);
-    static auto* handler = ffi::Ffi::BindTo<Function, ffi::ExecutionStage::kInitialize>(&OnInitialize).release();
+    static auto* handler = ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                               .Ctx<ffi::DeviceOrdinal>()
+                               .RemainingArgs()
+                               .RemainingRets()
+                               .Attrs()
+                               .To(&OnInitialize)
+                               .release();
     return handler->Call(frame);
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::BindTo(&OnExecute, {ffi::Traits::kCmdBufferCompatible}).release();
+    static auto* handler = ffi::Ffi::Bind()
+                               .Ctx<ffi::PlatformStream<CUstream>>()
+                               .Ctx<ffi::DeviceOrdinal>()
+                               .RemainingArgs()
+                               .RemainingRets()
+                               .Attrs()
+                               .To(&OnExecute, {ffi::Traits::kCmdBufferCompatible})
+                               .release();
     return handler->Call(frame);
   }
 };
 
 }  // namespace dsv4_fmha
 
-#define DSV4_FMHA_TARGET(name, Family, decode)                                           \
-  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {               \
-    return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::decode>::Initialize(frame); \
-  }                                                                                      \
-  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                            \
-    return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::decode>::Execute(frame);    \
+#define DSV4_FMHA_TARGET(name, Family, target, read)                                                      \
+  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {                                \
+    return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Initialize(frame); \
+  }                                                                                                       \
+  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                                             \
+    return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Execute(frame);    \
   }

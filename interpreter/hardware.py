@@ -108,7 +108,7 @@ class AttentionRun(Run[attention.Operands]):
         return slice(1)
 
     def operands(self) -> attention.Operands:
-        (tile_n,) = {row.tile_n for row in library.variants() if row.key == self.variant.key}
+        (tile_n,) = {row.tile_n for row in library.held() if row.key == self.variant.key}
         x = cases.operands(self.variant, tile_n, CASE)
         assert x is not None
         return x
@@ -172,7 +172,7 @@ class GradientRun(Run[gradients.Operands]):
         deterministic = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
         call = jax.jit(
             functools.partial(
-                mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], scale=v.d**-0.5, deterministic=deterministic
+                mha_bwd if self.is_dense else gradients.FUNCTIONS[v.name], scale=v.d**-0.5, deterministic=deterministic
             )
         )
         return tuple(np.asarray(y) for y in call(*x.arguments()))
@@ -185,9 +185,7 @@ class GradientRun(Run[gradients.Operands]):
 
 
 HOPPER = [v for v in VARIANTS if v.arch == ARCH]
-ANSWERED = [  # sums of products of e4m3 are shorter on hardware; codes are of what the kernels without them give
-    v for v in HOPPER if isinstance(v, Forward) and not v.is_e4m3 and not v.gives_codes
-]
+ANSWERED = [v for v in HOPPER if isinstance(v, Forward) and not v.is_e4m3]  # whose sums are shorter on hardware
 ATTENTION = [AttentionRun(v, n) for v in ANSWERED for n in ((1, 3) if v.splits else (1,))]
 GRADIENTS = [
     GradientRun(v)

@@ -2,6 +2,7 @@
 
 from . import reference
 from ._definitions.cache import Cache
+from ._definitions.experts import PackedExperts, pack_experts
 from ._definitions.packed import dequantize_cache, quantize_cache
 from ._definitions.span import Span
 from ._dispatch.explain import explain
@@ -10,6 +11,7 @@ from ._ops.decode import dsv4_decode
 from ._ops.dot_product_attention import dot_product_attention
 from ._ops.dsv4 import dsv4_attention
 from ._ops.fmha import fmha
+from ._ops.fused_moe import fused_moe
 from ._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
 from ._ops.indexer_training import indexer_loss, indexer_scores
 from ._ops.merge import merge
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXPORT_CHECKS",
     "Cache",
+    "PackedExperts",
     "Span",
     "dequantize_cache",
     "dot_product_attention",
@@ -28,12 +31,14 @@ __all__ = [
     "dsv4_decode",
     "explain",
     "fmha",
+    "fused_moe",
     "head_summed_probabilities",
     "indexer_blocks",
     "indexer_loss",
     "indexer_scores",
     "lightning_indexer",
     "merge",
+    "pack_experts",
     "quantize_cache",
     "quantize_indexer",
     "reference",

@@ -172,17 +172,32 @@ def integer(op: str, name: str, x: Any, least: int) -> Any:
     try:
         n = operator.index(x)
     except (TypeError, jax.errors.JAXTypeError) as e:
-        raise error(TypeError, op, name, x, wanted) from e
+        raise error(TypeError, op, name, x, wanted + _but_a_str(x)) from e
     if isinstance(x, bool) or not least <= n < 2**31:
         raise error(ValueError, op, name, x, wanted)
     return n
+
+
+def index(op: str, name: str, x: Any, n: Any) -> jax.Array | int:
+    """A number of one of n things: an int, or an int32 scalar, whose value is checked where it is known."""
+    x = narrow(x)
+    wanted = f"an int, or an int32 scalar, of 0 to {n - 1}" if isinstance(n, int) else "an int or an int32 scalar"
+    is_array = getattr(x, "shape", None) == () and not isinstance(x, np.generic)
+    if not is_array and (isinstance(x, bool) or not isinstance(x, int | np.integer)):
+        raise error(TypeError, op, name, x, wanted + _but_a_str(x))
+    if is_array and x.dtype not in INT:
+        raise error(ValueError, op, name, x, wanted)
+    is_known = not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    if is_known and isinstance(n, int) and not 0 <= int(x) < n:
+        raise error(ValueError, op, name, int(x), wanted)
+    return x if is_array else int(x)
 
 
 def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool]) -> float:
     """A finite number that fits, known while tracing; `wanted` says in words which ones do."""
     wanted += ", known while tracing"
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise error(TypeError, op, name, x, wanted)
+        raise error(TypeError, op, name, x, wanted + _but_a_str(x))
     try:
         value = float(x)
     except OverflowError:  # an int without end
@@ -190,6 +205,11 @@ def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool
     if not (math.isfinite(value) and fits(value)):
         raise error(ValueError, op, name, x, wanted)
     return value
+
+
+def _but_a_str(x: Any) -> str:
+    """The end of an error for a number that came as text, which looks like one."""
+    return f"; {x!r} is a str" if isinstance(x, str) else ""
 
 
 def epsilon(op: str, x: Any) -> None:
@@ -244,7 +264,7 @@ def flags(op: str, **options: Any) -> None:
     """Raises unless all of these options, by name, are bools."""
     for name, x in options.items():
         if not isinstance(x, bool | np.bool):
-            raise error(TypeError, op, name, x, "a bool, known while tracing")
+            raise error(TypeError, op, name, x, "a bool, known while tracing" + _but_a_str(x))
 
 
 def batch_invariant(op: str, x: Any, implementation: Any) -> None:

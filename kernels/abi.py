@@ -4,17 +4,42 @@ The build expects these parameters of a cubin, the C++ launcher fills them in by
 `kernels/tables.py` generates the C++ structs from here, and what Python knows of them. Nothing restates them.
 
 A family is a class of variants. Its fields are the compile-time choices that a call must match; one that begins with
-`max_` is a limit instead: a call gets the variant with the lowest limit that it keeps.
+`max_` is a limit instead: a call gets the variant with the lowest limit that it keeps. A `Mode` says how an op of
+attention computes, and an op in a mode has a custom call and a name of its own.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from .packings import PACKED
 from .params import TILING, Param, Params, each, gathers, keys, params_of_span, rows, source_blocks
 
 ANY = 2**31 - 1  # a limit that does not limit
+ROPE = 64  # dimensions of a head that RoPE rotates, the last ones
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How an op of attention computes. The default is the plain way; `jax_dsv4_fmha/_host/mode.py` has the same."""
+
+    rotary: bool = False  # q comes before the norm of its heads and RoPE, and o leaves after RoPE back
+    precision: str = ""  # of products: one of `FP8`
+    order: str = ""  # "few_heads" or "by_columns": a kernel that has the canonical order of sums alone
+    bounds: bool = False  # a gradient's bounds, from which its fixed point follows, and not the gradient
+
+
+PLAIN, ROTARY, BOUNDS = Mode(), Mode(rotary=True), Mode(bounds=True)
+FEW_HEADS, BY_COLUMNS = Mode(order="few_heads"), Mode(order="by_columns")
+BF16_ROPE = "e4m3_bf16_rope"  # scores take RoPE's dimensions, the last ones, by products of bfloat16
+FP8 = ("e4m3", BF16_ROPE)  # precisions with keys as codes of e4m3, each in a unit of its own
+UNIT_BYTES = 16  # at the end of such a key, of which the first two are its unit, a power of two in bfloat16
+
+
+def name_of(op: str, mode: Mode = PLAIN) -> str:
+    """The name of an op in a mode: of its custom call, and of its kernels."""
+    op = op.replace("_bwd", "_bounds") if mode.bounds else op
+    return "_".join(filter(None, [op, "turned" * mode.rotary, mode.precision, mode.order]))
 
 
 @dataclass(frozen=True)
@@ -24,18 +49,30 @@ class Variant:
     op: str
     arch: str  # "sm_90a" or "sm_100f"
     module: str  # the module with `compile(variant, out_dir)`
+    mode: Mode = field(default=PLAIN, kw_only=True)  # of attention
 
     family: ClassVar[str]
 
     @property
+    def name(self) -> str:
+        """The name by which a call finds it."""
+        return name_of(self.op, self.mode)
+
+    @property
     def key(self) -> str:
         """A name that is unique among the variants and fit for files and C symbols."""
-        return "_".join([self.op, self.arch, *filter(None, map(_word, self.choices.items()))])
+        return "_".join([self.name, self.arch, *filter(None, map(_word, self.choices.items()))])
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The choices by which a call finds it, besides op and architecture."""
+        """The choices by which a call finds it, besides name and architecture."""
         return {f.name: getattr(self, f.name) for f in fields(self)[len(fields(Variant)) :]}
+
+    @property
+    def identity(self) -> str:
+        """What decides its code besides sources and compilers, in words: the build's digest hashes them."""
+        facts = {"op": self.name, "arch": self.arch, "module": self.module, **self.choices}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in facts.items())})"
 
     @property
     def layout(self) -> str:
@@ -102,33 +139,27 @@ class Forward(Variant):
 
     @property
     def splits(self) -> bool:
-        is_whole = self.is_e4m3 or self.shares_tiles or self.gives_codes
-        return (self.arch == "sm_90a" or self.shared_kv) and not is_whole
+        return (self.arch == "sm_90a" or self.shared_kv) and not self.is_e4m3 and not self.shares_tiles
 
     @property
     def shares_tiles(self) -> bool:
         """Whether tiles of rows, with heads of one query each, share tiles of keys, which TMA loads."""
-        return self.op == SPAN_OF_FEW_HEADS
+        return self.mode == FEW_HEADS
 
     @property
     def turns(self) -> bool:
         """Whether it norms q, turns it by RoPE, and turns o back."""
-        return self.op in TURNING
-
-    @property
-    def gives_codes(self) -> bool:
-        """Whether o is codes of e4m3. Its scales are where parts of o would be, for no keys are split."""
-        return self.op in TO_E4M3
+        return self.mode.rotary
 
     @property
     def is_e4m3(self) -> bool:
         """Whether its products are of e4m3, and so are its keys."""
-        return self.op in E4M3
+        return self.mode.precision != ""
 
     @property
     def keeps_rope(self) -> bool:
         """Whether RoPE's part of scores is of bfloat16 all the same."""
-        return self.op in KEEPING_ROPE
+        return self.mode.precision == BF16_ROPE
 
     @property
     def gathers_by_tma(self) -> bool:
@@ -144,7 +175,7 @@ class Forward(Variant):
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
         traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.is_e4m3}
-        traits |= {"shared_tiles": self.shares_tiles, "codes": self.gives_codes}
+        traits["shared_tiles"] = self.shares_tiles
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property
@@ -177,33 +208,6 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
 
-SPAN_OF_FEW_HEADS = "mla_span_fwd_few_heads"
-"""`mla_span_fwd` in the canonical order of sums, where each query has tiles of keys of its own."""
-
-FORWARD_OPS |= {SPAN_OF_FEW_HEADS: FORWARD_OPS["mla_span_fwd"]}
-
-TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
-"""Ops that take q as a product makes it, and do its norm, its RoPE and the RoPE back of o; and what they are then."""
-
-TO_E4M3 = {f"{op}_to_e4m3": op for op in TURNING}
-"""Those of them that round o to e4m3, with a scale for every `kernels.lib.output_codes.SCALED` columns; and what they
-are in bfloat16."""
-
-TURNING |= {op: TURNING[turned] for op, turned in TO_E4M3.items()}
-
-FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
-
-KEEPING_ROPE = {f"{op}_e4m3_bf16_rope": op for op in ("csa_fwd", "hca_fwd")}
-"""Ops of `E4M3` whose scores take RoPE's dimensions, the last ones, by products of bfloat16; and what they are then."""
-
-E4M3 = {f"{op}_e4m3": op for op in ("csa_fwd", "hca_fwd")} | KEEPING_ROPE
-"""Ops by products of e4m3, with keys as codes, each in a unit of its own; and what they are in bfloat16."""
-
-UNIT_BYTES = 16
-"""At the end of a key of theirs, of which the first two are its unit, a power of two in bfloat16."""
-
-FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in E4M3.items()}
-
 PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
     "v4_fp8": ("v4_fp8", "v4_fp8"),
     "v4_fp4": ("v4_fp8", "v4_fp4"),
@@ -211,16 +215,14 @@ PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys
     "v41_fp4": ("v41_fp8", "v41_fp4"),
 }
 
-
-BY_COLUMNS = {f"{op}_by_columns": op for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")}
-"""Attention to few queries by two kernels, which share out keys and then columns; and what it computes."""
-
 LEFT_BY_SCORES = (*each("address", "scores", "tops", "counts"), *each("int32", "tiles"))
 
 
 @dataclass(frozen=True)
 class RowScores(Variant):
-    """The first of two: scores of all keys that a query sees, and these keys."""
+    """Attention to few queries by two kernels, which share out keys and then columns: the first of them, which leaves
+    scores of all keys that a query sees, and these keys.
+    """
 
     d: int
     dtype: str  # of q, and of the keys unless they are packed
@@ -230,7 +232,7 @@ class RowScores(Variant):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return PACKED_SOURCES[self.packing] if self.packing else FORWARD_OPS[BY_COLUMNS[self.op]]
+        return PACKED_SOURCES[self.packing] if self.packing else FORWARD_OPS[self.op]
 
     @property
     def gathers(self) -> bool:
@@ -290,12 +292,12 @@ class MlaBackward(Variant):
     @property
     def turns(self) -> bool:
         """Whether it norms q and turns it by RoPE, turns dout, and makes dq through both."""
-        return self.op in TURNING_GRADIENTS
+        return self.mode.rotary
 
     @property
     def bounds(self) -> bool:
         """Whether it makes bounds of keys' gradients, which the units of fixed point follow from, and no gradients."""
-        return self.op in BOUNDS
+        return self.mode.bounds
 
     @property
     def layout(self) -> str:
@@ -321,14 +323,6 @@ BACKWARD_OPS = {  # the sources of keys of each op, as those of `FORWARD_OPS`
     "csa_bwd": ("span", "selection"),
     "hca_bwd": ("span", "span"),
 }
-
-TURNING_GRADIENTS = {f"{op}_turned": op for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")}
-"""The gradients of `TURNING`: q is as a product makes it, and so is dq; dout is of o turned back"""
-
-BOUNDS = {op.replace("_bwd", "_bounds"): op for op in BACKWARD_OPS}
-"""The ops that bound the gradients of keys of another one"""
-
-BACKWARD_OPS |= {op: BACKWARD_OPS[plain] for op, plain in (TURNING_GRADIENTS | BOUNDS).items()}
 
 
 @dataclass(frozen=True)
@@ -669,10 +663,50 @@ class KeyCodes(Variant):
         return (*arrays, *each("int32", "b", "n", "page", "page_bytes"))
 
 
+MOST_GROUPS = 1024
+"""of `GroupRows`, a thread each"""
+
+
+@dataclass(frozen=True)
+class GroupRows(Variant):
+    """Rows by group, and the tiles that they make up."""
+
+    family, layout = "group_rows", "group_rows"
+
+    @property
+    def params(self) -> Params:
+        made = ("list", "weights", "places", "tiles", "count")
+        return (*each("address", "group", "chosen_weight", *made), *each("int32", "rows", "groups", "tile"))
+
+
+FEW_ROWS, MANY_ROWS = 16, 128
+"""of a group that make a tile: in a step, whose time is that of reading matrices, and in a prompt"""
+
+
+@dataclass(frozen=True)
+class GroupedProduct(Variant):
+    """Products of rows, sorted by group, with their group's matrix; gated: pairs of channels become one."""
+
+    dtype: str  # of x and y
+    weights: str  # how matrices are packed
+    gated: bool = False
+    max_rows: int = ANY  # of a group, about
+
+    family, layout = "grouped_product", "grouped_product"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "x", "w", "factor", "y", "list", "weights", "tiles", "count"),
+            *each("float32", "limit"),
+            *each("int32", "k", "n", "slabs", "tiles_of_matrix", "per_row"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
-    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes),
+    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
 )
 
 

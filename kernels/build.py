@@ -22,8 +22,7 @@ import platform
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from .abi import Variant
 from .cache import KernelCache, default_folder
 from .cubin import KernelInfo, read_kernel
 from .tables import FACTS, Record
-from .variants import VARIANTS
+from .variants import KERNELS, VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ("kernels.abi", "kernels.params", "kernels.variants")  # a cubin depends only on its own variant in these
@@ -107,7 +106,7 @@ def code(text: str) -> str:
 
 def digest(variant: Variant, root: Path = ROOT) -> str:
     """Names everything that a variant's cubin depends on, of the sources below `root`."""
-    content = hashlib.sha256(f"{variant} {variant.layout}\n{toolchain()}\n".encode())
+    content = hashlib.sha256(f"{variant.identity} {variant.layout}\n{toolchain()}\n".encode())
     for source in sorted(modules(variant.module, root) | modules("kernels.aot", root)):
         content.update(f"{source.relative_to(root)} {code(source.read_text())}\n".encode())
     return content.hexdigest()
@@ -133,7 +132,8 @@ class Compiler:
         self.arch = ""
         self.process: subprocess.Popen[str] | None = None
 
-    def __call__(self, variant: Variant, out: Path, root: Path = ROOT) -> None:
+    def __call__(self, variant: Variant, out: Path, root: Path = ROOT) -> float:
+        """Compiles into `out`; the seconds that it took of a core."""
         if self.process is None or self.arch != variant.arch:
             self.close()
             self.arch, command = variant.arch, [sys.executable, "-m", "kernels.compile_server", variant.arch]
@@ -144,8 +144,10 @@ class Compiler:
         answer, log = self.process.stdout.readline().strip(), out / f"{variant.key}.log"
         said = log.read_text(errors="replace") if log.exists() else ""
         log.unlink(missing_ok=True)
-        if answer != "0":
+        status, _, seconds = answer.partition(" ")
+        if status != "0":
             raise Refused(f"{variant.key}: did not compile\n{said}")
+        return float(seconds)
 
     def close(self) -> None:
         process, self.process = self.process, None
@@ -153,14 +155,16 @@ class Compiler:
             process.communicate()
 
 
-def compile_one(variant: Variant, out: Path, compiler: Compiler | None = None) -> Record:
-    """Compile in a fresh process, check the cubin, and leave its record and its host stub beside it."""
+def compile_one(variant: Variant, out: Path, compiler: Compiler | None = None) -> tuple[Record, float]:
+    """Compile in a fresh process, check the cubin, and leave its record and its host stub beside it: the record, and
+    the seconds that it took of a core.
+    """
     (out / f"{variant.key}.json").unlink(missing_ok=True)
     if compiler is None:
         with contextlib.closing(Compiler()) as compiler:
-            compiler(variant, out)
+            seconds = compiler(variant, out)
     else:
-        compiler(variant, out)
+        seconds = compiler(variant, out)
     cubin = (out / f"{variant.key}.cubin").read_bytes()
     launch = out / f"{variant.key}.launch.json"
     facts = json.loads(launch.read_text())
@@ -177,7 +181,7 @@ def compile_one(variant: Variant, out: Path, compiler: Compiler | None = None) -
         "digest": digest(variant),
     }
     (out / f"{variant.key}.json").write_text(json.dumps(record, indent=1))
-    return record
+    return record, seconds
 
 
 def taken(variant: Variant, out: Path, cache: KernelCache) -> Record | None:
@@ -192,6 +196,16 @@ def keep(record: Record, out: Path, cache: KernelCache) -> None:
         cache.keep(record["digest"], files)
     except OSError as error:
         print(f"kernels: {record['key']} is not in the cache: {error}", flush=True)
+
+
+def longest_first(variants: Iterable[Variant]) -> list[Variant]:
+    """An order in which no core waits long for the last kernel: by architecture, which a compiler keeps, and then what
+    has most code first.
+    """
+    code = {
+        module: sum(len(path.read_text()) for path in modules(module, ROOT)) for module in {v.module for v in variants}
+    }
+    return sorted(variants, key=lambda v: (v.arch, -code[v.module]))
 
 
 def build(variants: Sequence[Variant], out: Path, jobs: int, cache: KernelCache | None = None) -> dict[str, Record]:
@@ -212,12 +226,8 @@ def build(variants: Sequence[Variant], out: Path, jobs: int, cache: KernelCache 
     def start() -> None:
         here.compiler = closing.enter_context(contextlib.closing(Compiler()))
 
-    def timed(variant: Variant) -> tuple[Record, float]:
-        start = time.monotonic()
-        return compile_one(variant, out, here.compiler), time.monotonic() - start
-
     with contextlib.ExitStack() as closing, ThreadPoolExecutor(jobs, initializer=start) as pool:
-        futures = [pool.submit(timed, v) for v in sorted(stale, key=lambda v: v.arch)]
+        futures = [pool.submit(lambda v: compile_one(v, out, here.compiler), v) for v in longest_first(stale)]
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 record, seconds = future.result()
@@ -225,7 +235,8 @@ def build(variants: Sequence[Variant], out: Path, jobs: int, cache: KernelCache 
                 if cache is not None and record["digest"] == digests[record["key"]]:  # no source has changed meanwhile
                     keep(record, out, cache)
                 print(
-                    f"kernels: [{done}/{len(stale)}] {record['key']}: {seconds:.1f} s, {record['registers']} registers,"
+                    f"kernels: [{done}/{len(stale)}] {record['key']}: {seconds:.1f} s of a core,"
+                    f" {record['registers']} registers,"
                     f" {record['smem_bytes'] / 1024:.0f} KiB shared memory, {record['cubin_bytes'] / 1024:.0f} KiB",
                     flush=True,
                 )
@@ -262,21 +273,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="*", metavar="PATTERN", help="only keys that match, e.g. '*d512*' or 'd512'")
     parser.add_argument(
-        "--arch",
+        "--kernels",
         default="all",
-        choices=("all", *sorted({v.arch for v in VARIANTS})),
-        help="the architecture that kernels are built for (default: all)",
+        choices=KERNELS,
+        help="all (the default), those of one architecture, or those that `make test` interprets: the library that is"
+        " made of these has them for the interpreter alone",
     )
     parser.add_argument("--list", action="store_true", help="print the keys and stop")
+    parser.add_argument("--digest", action="store_true", help="print what all of them depend on, as one word, and stop")
     parser.add_argument(
         "--optional", action="store_true", help="without the DSL, write empty tables instead of failing"
     )
     parser.add_argument("--no-cache", action="store_true", help="compile what is not in --out, and keep it there alone")
     args = parser.parse_args(argv)
-    variants = [v for v in VARIANTS if fnmatch.fnmatch(v.key, args.only) or args.only in v.key]
-    variants = [v for v in variants if args.arch in ("all", v.arch)]
+    variants = [v for v in KERNELS[args.kernels] if fnmatch.fnmatch(v.key, args.only) or args.only in v.key]
+    is_for_tests = args.kernels == "tested"
     if args.list:
         print("\n".join(v.key for v in variants))
+        return 0
+    if args.digest:
+        print(hashlib.sha256("".join(map(digest, variants)).encode()).hexdigest())
         return 0
     if args.out is None:
         parser.error("--out is required")
@@ -287,11 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.optional:
             return 1
         args.out.mkdir(parents=True, exist_ok=True)
-        tables.write(VARIANTS, {}, toolchain(), args.out)
+        tables.write(VARIANTS, {}, toolchain(), args.out, is_for_tests)
         return 0
     try:
         cache = None if args.no_cache else KernelCache(default_folder())
-        tables.write(VARIANTS, build(variants, args.out, args.jobs, cache), toolchain(), args.out)
+        tables.write(VARIANTS, build(variants, args.out, args.jobs, cache), toolchain(), args.out, is_for_tests)
     except Refused as refused:
         print(f"kernels: refused {refused}", file=sys.stderr)
         return 1

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 
 from .abi import (
     BACKWARD_OPS,
+    BF16_ROPE,
+    BOUNDS,
     BY_COLUMNS,
-    E4M3,
+    FEW_HEADS,
     FORWARD_OPS,
-    KEEPING_ROPE,
+    FP8,
+    PLAIN,
     POOL,
-    SPAN_OF_FEW_HEADS,
-    TO_E4M3,
-    TURNING,
-    TURNING_GRADIENTS,
+    ROPE,
+    ROTARY,
     UNIT_BYTES,
+    Mode,
+    name_of,
 )
 
 
@@ -95,39 +98,48 @@ def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = Fal
     )
 
 
-SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
-SELECTION = selection(0, "kv", "b s_kv d")
-WINDOW_AND_SELECTION = (*span(0, "window_kv", "b s_w d"), *selection(1, "kv", "b s_c d"))
-WINDOW_AND_SPAN = (*span(0, "window_kv", "b s_w d"), *span(1, "kv", "b s_c d", "start2", "stop2"))
 CODES = "f8e4m3fn"
 
 
-def of_codes(op: str) -> Arrays:
-    """Keys of an op of `abi.E4M3`: 512 codes, RoPE's 64 numbers in bfloat16, where it keeps them, and a unit."""
-    width = 512 + 2 * 64 * (op in KEEPING_ROPE) + UNIT_BYTES
-    window = span(0, "window_kv", f"b s_w {width}", dtype=CODES)
-    if E4M3[op] == "csa_fwd":
-        return (*window, *selection(1, "kv", f"b s_c {width}", dtype=CODES))
-    return (*window, *span(1, "kv", f"b s_c {width}", "start2", "stop2", dtype=CODES))
+def window_and(op: str, dtype: str = "T", width: str = "d") -> Arrays:
+    """The keys of `csa_fwd` or `hca_fwd`: a window, and compressed ones."""
+    window = span(0, "window_kv", f"b s_w {width}", dtype=dtype)
+    if op == "csa_fwd":
+        return (*window, *selection(1, "kv", f"b s_c {width}", dtype=dtype))
+    return (*window, *span(1, "kv", f"b s_c {width}", "start2", "stop2", dtype=dtype))
 
 
-TWO_POOLS = (
-    *selection(0, "window_kv", "b s_w d", "window_", packed=True),
-    *selection(1, "kv", "b s_c d", packed=True),
-)
-K_AND_V = (
-    array("k: T[b s_kv h_kv d]", "k", source=0),
-    array("v: T[b s_kv h_kv d]", "v", source=0),
-    *SPAN_OF_HEADS[1:],
-)
+def codes_of(op: str, precision: str) -> Arrays:
+    """These keys as codes of e4m3, RoPE's numbers in bfloat16, where scores take them so, and a unit."""
+    return window_and(op, CODES, str(512 + 2 * ROPE * (precision == BF16_ROPE) + UNIT_BYTES))
+
+
+SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
+SOURCES = {
+    "mha_fwd": (
+        array("k: T[b s_kv h_kv d]", "k", source=0),
+        array("v: T[b s_kv h_kv d]", "v", source=0),
+        *SPAN_OF_HEADS[1:],
+    ),
+    "mla_span_fwd": SPAN_OF_HEADS,
+    "mla_sparse_fwd": selection(0, "kv", "b s_kv d"),
+    "csa_fwd": window_and("csa_fwd"),
+    "hca_fwd": window_and("hca_fwd"),
+    "dsv4_decode": (
+        *selection(0, "window_kv", "b s_w d", "window_", packed=True),
+        *selection(1, "kv", "b s_c d", packed=True),
+    ),
+}
+"""The keys of each of `abi.FORWARD_OPS`; gradients take them too"""
+
 SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
 SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
-OF_TURN = (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
-SCALES = array("scales: f32[b s_q h_q o_blocks]", "o_parts", aligned=True)  # of codes; keys are not split
+OF_ROPE = array(f"table: f32[b s_q {ROPE}]", aligned=True)  # cos and sin by turns, for each query
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
 
-def attention(op: str, sources: Arrays, **attributes: str) -> Target:
+def attention(op: str, mode: Mode = PLAIN, sources: Arrays = (), **attributes: str) -> Target:
+    """A call of attention in a mode, over the op's `SOURCES` if no others are given."""
     results = arrays(
         "o: T[b s_q h_q d]",
         "lse: f32[b s_q h_q]",
@@ -135,29 +147,20 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
         "o_parts: f32[b_split s_q h_q splits d]",
         "lse_parts: f32[b_split s_q h_q splits]",
     )
-    if op in TO_E4M3:
-        results = (array(f"o: {CODES}[b s_q h_q d]", aligned=True), results[1], SCALES)
-    operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
+    operands = (array("q: T[b s_q h_q d]"), *(sources or SOURCES[op]), array("sink: f32[h_q]"))
     # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
-    attributes["order"] = "int64"
-    if op in TURNING:
-        operands, attributes = operands + OF_TURN, attributes | EPS
-    return Target(op, "forward", operands, results, SCALE | attributes, FORWARD_OPS[op])
-
-
-def by_columns(op: str, sources: Arrays, **attributes: str) -> Target:
-    """Attention to few queries, in the canonical order: what its two kernels leave for one another are results too."""
-    results = (
-        "o: T[b s_q h_q d]",
-        "lse: f32[b s_q h_q]",
-        "scores: f32[b s_q head_tiles tiles 4096]",  # of 64 heads and 64 keys
-        "tops: f32[b s_q head_tiles tiles 64]",
-        "gathered: T[b s_q tiles 64 d]",
-        "counts: s32[b s_q]",
-    )
-    operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
-    attributes["order"] = "int64"
-    return Target(op, "by_columns", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[BY_COLUMNS[op]])
+    attributes = SCALE | attributes | {"order": "int64"}
+    if mode.rotary:
+        operands, attributes = (*operands, OF_ROPE), attributes | EPS
+    if mode == BY_COLUMNS:  # what its two kernels leave for one another are results too
+        results = results[:2] + arrays(
+            "scores: f32[b s_q head_tiles tiles 4096]",  # of 64 heads and 64 keys
+            "tops: f32[b s_q head_tiles tiles 64]",
+            "gathered: T[b s_q tiles 64 d]",
+            "counts: s32[b s_q]",
+        )
+    calls = "by_columns" if mode == BY_COLUMNS else "forward"
+    return Target(name_of(op, mode), calls, operands, results, attributes, FORWARD_OPS[op])
 
 
 def of_rows(do: str) -> Arrays:
@@ -170,27 +173,24 @@ OF_ROWS = of_rows("b s_q h_q d")
 IN_GROUPS = of_rows("groups b s_q group_heads d")  # do in groups of heads, as a product over these makes it
 
 
-def mla_gradient(op: str, sources: Arrays) -> Target:
-    """Where resolution has numbers, dkv is in fixed point."""
-    dkv = []
+def mla_gradient(op: str, mode: Mode = PLAIN) -> Target:
+    """The gradient of a call of attention in a mode, or the bounds of it. Where resolution has numbers, dkv is in fixed
+    point. A bound is 64 bits for a key, the low word first.
+    """
+    sources, attributes = SOURCES[op.replace("_bwd", "_fwd")], SCALE
+    rows, resolution = OF_ROWS, arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
+    if mode.bounds:
+        rows = (*rows, array("most_of_p: f32[b s_q h_q]", "table"))
+        name, forms, results = "bounds", {"u32": "2"}, ()
+    else:
+        name, forms, results = "dkv", {"f32": "d", "u32": "d"}, arrays("dq: T[b s_q h_q d]")
     for keys in sources[::3]:
-        sums = [f"{dtype}[{' '.join(x.axes)}]" for x in keys.forms for dtype in ("f32", "u32")]
-        dkv.append(array(f"dkv: {' or '.join(sums)}", source=keys.source, aligned=True))
-    turns = op in TURNING_GRADIENTS
-    operands = (*(IN_GROUPS if turns else OF_ROWS), *arrays("resolution: f32[n_resolution]"), *sources)
-    operands, attributes = (operands + OF_TURN, SCALE | EPS) if turns else (operands, SCALE)
-    return Target(op, "mla_backward", operands, (array("dq: T[b s_q h_q d]"), *dkv), attributes, BACKWARD_OPS[op])
-
-
-def mla_bounds(op: str, sources: Arrays) -> Target:
-    """A bound is 64 bits for a key, the low word first."""
-    most_of_p = array("most_of_p: f32[b s_q h_q]", "table")
-    bounds = []
-    for keys in sources[::3]:
-        forms = [f"u32[{' '.join((*x.axes[:-1], '2'))}]" for x in keys.forms]
-        bounds.append(array(f"bounds: {' or '.join(forms)}", "dkv", source=keys.source, aligned=True))
-    operands = (*OF_ROWS, most_of_p, *arrays("resolution: f32[1]"), *sources)
-    return Target(op, "mla_backward", operands, tuple(bounds), SCALE, BACKWARD_OPS[op])
+        sums = [f"{dtype}[{' '.join((*x.axes[:-1], last))}]" for x in keys.forms for dtype, last in forms.items()]
+        results += (array(f"{name}: {' or '.join(sums)}", "dkv", source=keys.source, aligned=True),)
+    operands = (*rows, *resolution, *sources)
+    if mode.rotary:
+        operands, attributes = (*IN_GROUPS, *resolution, *sources, OF_ROPE), SCALE | EPS
+    return Target(name_of(op, mode), "mla_backward", operands, results, attributes, BACKWARD_OPS[op])
 
 
 def mha_gradient(name: str, sources: Arrays, *of_keys: Array) -> Target:
@@ -222,35 +222,19 @@ KEPT_BY_INSERTION = (
 place other calls may have theirs."""
 
 TARGETS = (
-    attention("mha_fwd", K_AND_V),
-    attention("mla_span_fwd", SPAN_OF_HEADS),
-    attention(SPAN_OF_FEW_HEADS, span(0, "kv", "b s_kv d")),
-    attention("mla_sparse_fwd", SELECTION),
-    attention("csa_fwd", WINDOW_AND_SELECTION),
-    attention("hca_fwd", WINDOW_AND_SPAN),
-    attention("mla_span_fwd_turned", SPAN_OF_HEADS),
-    attention("csa_fwd_turned", WINDOW_AND_SELECTION),
-    attention("hca_fwd_turned", WINDOW_AND_SPAN),
-    attention("mla_span_fwd_turned_to_e4m3", SPAN_OF_HEADS),
-    attention("csa_fwd_turned_to_e4m3", WINDOW_AND_SELECTION),
-    attention("hca_fwd_turned_to_e4m3", WINDOW_AND_SPAN),
-    *(attention(op, of_codes(op)) for op in E4M3),
-    attention("dsv4_decode", TWO_POOLS, packing="string"),
-    by_columns("mla_sparse_fwd_by_columns", SELECTION),
-    by_columns("csa_fwd_by_columns", WINDOW_AND_SELECTION),
-    by_columns("dsv4_decode_by_columns", TWO_POOLS, packing="string"),
-    mla_gradient("mla_span_bwd", SPAN_OF_HEADS),
-    mla_gradient("mla_sparse_bwd", SELECTION),
-    mla_gradient("csa_bwd", WINDOW_AND_SELECTION),
-    mla_gradient("hca_bwd", WINDOW_AND_SPAN),
-    mla_gradient("mla_span_bwd_turned", SPAN_OF_HEADS),
-    mla_gradient("csa_bwd_turned", WINDOW_AND_SELECTION),
-    mla_gradient("hca_bwd_turned", WINDOW_AND_SPAN),
-    mla_bounds("mla_span_bounds", SPAN_OF_HEADS),
-    mla_bounds("mla_sparse_bounds", SELECTION),
-    mla_bounds("csa_bounds", WINDOW_AND_SELECTION),
-    mla_bounds("hca_bounds", WINDOW_AND_SPAN),
-    mha_gradient("mha_bwd", K_AND_V, *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
+    attention("mha_fwd"),
+    attention("mla_span_fwd"),
+    attention("mla_span_fwd", FEW_HEADS, span(0, "kv", "b s_kv d")),
+    *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
+    *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),
+    *(attention(op, Mode(precision=x), codes_of(op, x)) for x in FP8 for op in ("csa_fwd", "hca_fwd")),
+    attention("dsv4_decode", packing="string"),
+    *(attention(op, BY_COLUMNS) for op in ("mla_sparse_fwd", "csa_fwd")),
+    attention("dsv4_decode", BY_COLUMNS, packing="string"),
+    *map(mla_gradient, BACKWARD_OPS),
+    *(mla_gradient(op, ROTARY) for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")),
+    *(mla_gradient(op, BOUNDS) for op in BACKWARD_OPS),
+    mha_gradient("mha_bwd", SOURCES["mha_fwd"], *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
     mha_gradient("mha_bwd_shared_kv", SPAN_OF_HEADS, array("dk: T[b s_kv h_kv d]")),
     Target(
         "lightning_indexer",
@@ -356,7 +340,7 @@ TARGETS = (
     Target(
         "few_rows_product_of_turned",
         "few_rows_product",
-        (*arrays("x: T[b s_q g k]", "w: T[g k n]"), array("table: f32[b s_q 64]", aligned=True)),
+        (*arrays("x: T[b s_q g k]", "w: T[g k n]"), OF_ROPE),
         arrays("y: T[b s_q g n]"),
         {"parts": "int64"},
     ),
@@ -374,7 +358,7 @@ TARGETS = (
     Target(
         "few_rows_product_norm_rope",
         "few_rows_product",
-        (*arrays("x: T[b s_q k]", "w: T[k h 512]"), array("table: f32[b s_q 64]", aligned=True), SQUARES),
+        (*arrays("x: T[b s_q k]", "w: T[k h 512]"), OF_ROPE, SQUARES),
         arrays("y: T[b s_q h 512]"),
         EPS,
     ),
@@ -383,7 +367,7 @@ TARGETS = (
         "few_rows_product",
         (
             *arrays("x: T[b s_q k]", "w: T[k h 128]"),
-            array("table: f32[b s_q 64]", aligned=True),
+            OF_ROPE,
             SQUARES,
             *arrays("given: f32[b s_q columns]"),  # of which h from `column` on are the weights of heads
         ),
@@ -392,6 +376,28 @@ TARGETS = (
             *arrays("weights: f32[b s_q h]"),  # times `scale`, and times that of a row of e4m3
         ),
         {"parts": "int64", "column": "int64", "scale": "float32", **EPS},
+    ),
+    Target(
+        "fused_moe",
+        "fused_moe",
+        (
+            *arrays("x: T[b s_q k]"),
+            array("chosen: s32[b s_q n_chosen]", "group"),
+            array("weights: f32[b s_q n_chosen]", "chosen_weight"),
+            array("w13: u8[groups tiles13 slabs13 slab_bytes]", aligned=True),
+            *arrays("factor13: f32[groups]"),
+            array("w2: u8[groups tiles2 slabs2 slab_bytes]", aligned=True),
+            *arrays("factor2: f32[groups]"),
+        ),
+        (
+            *arrays("y: T[rows k]", "places: s32[b s_q n_chosen]"),  # rows by expert, and where each choice's is
+            *arrays("inner: T[rows n]"),
+            array("list: s32[rows]"),
+            array("sorted: f32[rows]", "sorted_weights"),
+            array("tiles: s32[n_tiles 4]", aligned=True),
+            *arrays("count: s32[1]"),
+        ),
+        {"limit": "float32", "format": "string"},
     ),
     *(
         Target(

@@ -1,7 +1,8 @@
 """Compile variants of one architecture: `python -m kernels.compile_server ARCH`, then KEY, DIR, ROOT a line on stdin.
 
 The DSL is imported once, and every variant compiled in a process forked after that, so that each finds it untouched.
-The kernels' sources are those below ROOT. Answers each line with an exit status. Needs nvidia-cutlass-dsl, but no GPU
+The kernels' sources are those below ROOT. Answers each line with an exit status and the seconds that it took of a core.
+Needs nvidia-cutlass-dsl, but no GPU
 and no driver.
 """
 
@@ -47,7 +48,8 @@ def main(arch: str) -> None:
         key, out, root = line.rstrip("\n").split("\t")
         if (child := os.fork()) == 0:
             compile_here(key, out, root)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
+        _, status, used = os.wait4(child, 0)
+        print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, file=answers, flush=True)
 
 
 if __name__ == "__main__":

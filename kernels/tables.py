@@ -29,8 +29,8 @@ PACKAGE = Path(__file__).parents[1] / "jax_dsv4_fmha" / "_host"
 
 def described(variant: Variant) -> Record:
     """What Python knows of a variant without its cubin."""
-    named = ("key", "op", "family", "arch", "choices", "splits", "evidence")
-    return {name: getattr(variant, name) for name in named}
+    named = ("family", "arch", "choices", "splits", "evidence")
+    return {"key": variant.key, "op": variant.name} | {name: getattr(variant, name) for name in named}
 
 
 def committed(variants: Sequence[Variant]) -> dict[Path, str]:
@@ -42,8 +42,12 @@ def committed(variants: Sequence[Variant]) -> dict[Path, str]:
     }
 
 
-def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path) -> None:
-    """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys."""
+def write(
+    variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path, is_for_tests: bool = False
+) -> None:
+    """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys; is_for_tests:
+    for the interpreter alone, since a call would not find all that it may need.
+    """
     shipped = [v for v in variants if v.key in records]
     rows = [
         described(v)
@@ -51,7 +55,8 @@ def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain:
         | {k: x for k, x in records[v.key].items() if k != "digest"}
         for v in shipped
     ]
-    manifest = json.dumps({"toolchain": toolchain, "targets": targets.described(), "variants": rows}, indent=1)
+    facts = {"toolchain": toolchain, "is_for_tests": is_for_tests, "targets": targets.described(), "variants": rows}
+    manifest = json.dumps(facts, indent=1)
     files = {
         "manifest.json": manifest,
         "abi.h": header(variants),
@@ -71,7 +76,7 @@ def cubins(shipped: Sequence[Variant], records: Mapping[str, Record], manifest: 
         blobs.append(f'DSV4_FMHA_EMBED({key}, "{(out / f"{key}.cubin").resolve()}")  // {record["sha256"]}')
         choices = ", ".join(f".{name} = {_literal(name, value)}" for name, value in variant.choices.items())
         row = {
-            "op": f'"{variant.op}"',
+            "op": f'"{variant.name}"',
             "arch": f'"{variant.arch}"',
             "choices": f"{_struct(variant)}Choices{{{choices}}}",
             "layout": f"&{_layout_name(variant)}",

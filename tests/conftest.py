@@ -20,12 +20,13 @@ from jax._src.interpreters import mlir
 from interpreter.faults import PlantedFault
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.native import NoLibrary
+from interpreter.machine import scheduler
 from interpreter.machine.handwritten import Handwritten
-from interpreter.machine.state import Machine
 from jax_dsv4_fmha._cli import check
 from jax_dsv4_fmha._host import library
 from kernels import build
 from kernels.cache import default_folder, evict
+from kernels.variants import TESTED, VARIANTS
 from tests.contexts import StopsWhenLost
 from tests.helpers import ONE_BUILT, QUICK, assert_in_place, every_kernel
 
@@ -64,8 +65,9 @@ def share_contexts(programs: int = 100) -> None:
 
 
 share_contexts()
-if shutil.which("nvidia-smi") is None:  # the level is of GPUs, too, where tests measure times
-    compile_quickly()
+if shutil.which("nvidia-smi") is None:
+    compile_quickly()  # the level is of GPUs, too, where tests measure times
+    library.variants = every_kernel  # what a program is on a GPU does not depend on what is compiled here
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,10 +84,23 @@ def plants_a_fault(item: pytest.Item) -> bool:
     return any(not isinstance(fault.kernel, Handwritten) for fault in faults)
 
 
+NOT_TESTED = {v.key for v in VARIANTS} - {v.key for v in TESTED}
+
+
+def runs_the_rest(item: pytest.Item) -> bool:
+    """Whether a test is of Blackwell, or of one kernel that `make test` does not build."""
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec else []
+    keys = (getattr(getattr(x, "variant", x), "key", x) for x in values)
+    return item.path.stem.endswith("_sm100") or any(isinstance(key, str) and key in NOT_TESTED for key in keys)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in filter(plants_a_fault, items):
         item.add_marker(pytest.mark.faults)
+    for item in filter(runs_the_rest, items):
+        item.add_marker(pytest.mark.rest)
     if config.getoption("--quick"):
         for item in items:
             if item.get_closest_marker("slow"):
@@ -93,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    count = len(library.variants())
+    count = len(library.held())
     return f"kernels: {count} built" if count else "kernels: none built, so tests of built kernels have no cases"
 
 
@@ -108,12 +123,17 @@ def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iter
         if request.config.getoption("--quick"):
             patch.setattr(build.Compiler, "__call__", skips("compiles a kernel"))
             patch.setattr(Kernel, "of", skips("interprets a kernel"))
-            patch.setattr(Machine, "run", skips("interprets PTX"))
+            patch.setattr(scheduler, "run", skips("interprets PTX"))
         yield
 
 
+LATER = ("slow", "faults", "rest")  # which `make test-all` runs
+
+
 class NothingTested:
-    """Says which files had tests and ran none, and why: such a file that the command line names is an error."""
+    """Says which files had tests and ran none, and why: such a file that the command line names is an error. So is a
+    test that `make test` skips for want of a kernel, unless `make test-all` runs it.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         named = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
@@ -121,22 +141,28 @@ class NothingTested:
         self.root = config.rootpath
         self.ran: set[str] = set()
         self.skipped: dict[str, str] = {}
+        self.unmarked: list[str] = []
+        self.is_for_tests = library.manifest().get("is_for_tests", False)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
         if report.skipped and isinstance(report.longrepr, tuple):
-            self.skipped.setdefault(file, report.longrepr[2].removeprefix("Skipped: "))
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            self.skipped.setdefault(file, reason)
+            if self.is_for_tests and "not built" in reason and not {*LATER} & {*report.keywords}:
+                self.unmarked.append(report.nodeid)
         elif report.when == "call" or report.failed:
             self.ran.add(file)
 
     def errors(self) -> list[str]:
         """A line for each file of the command line without a test that ran."""
         files = [file for file in self.skipped if file not in self.ran and (self.root / file).resolve() in self.named]
-        return [f"{file} tested nothing here: {self._why(self.skipped[file])}" for file in files]
+        nothing = [f"{file} tested nothing here: {self._why(self.skipped[file])}" for file in files]
+        return nothing + [f"{test}: `make test` does not build its kernel, mark it `rest`" for test in self.unmarked]
 
     def _why(self, reason: str) -> str:
         of_kernels = any(words in reason for words in ("empty parameter set", "kernels", "not built", "native library"))
-        return "no kernels are built; `make build` builds them" if of_kernels and not library.variants() else reason
+        return "no kernels are built; `make build` builds them" if of_kernels and not library.held() else reason
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
@@ -278,8 +304,6 @@ def cuda() -> jax.Device:
 @pytest.fixture
 def hopper(monkeypatch):
     """A machine with Hopper alone, as far as the choice of kernels goes."""
-    if not library.variants_for("csa_fwd"):
-        pytest.skip("needs kernels")
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
 
 

@@ -7,6 +7,7 @@
 #include "forward.h"
 #include "indexer_scores_at.h"
 #include "rope.h"
+#include "target.h"
 
 extern "C" {
 void stand_in_fail(const char* name, int times);
@@ -192,7 +193,7 @@ void Order() {
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.
 void Entries() {
   alignas(64) static char data[4096];
-  const std::vector<int64_t> q{2, 3, 16, 128}, k{2, 5, 128}, weights{2, 3, 16}, indices{2, 3, 7};
+  const std::vector<int64_t> q{2, 3, 32, 128}, k{2, 5, 128}, weights{2, 3, 32}, indices{2, 3, 7};
   auto of = [](const char* name, const std::vector<int64_t>& shape, ffi::DataType dtype) {
     Operand x;
     x.name = name, x.data = data, x.dimensions = Ints(shape.data(), shape.size()), x.dtype = dtype;
@@ -247,6 +248,56 @@ void Rows() {
   EXPECT(Execute<Rope>(after_norm, nullptr, 0).success() && stand_in_calls("cuLaunchKernelEx 6") == 1);
 }
 
+// What XLA hands over becomes a call: arrays by their order, attributes by their names.
+ffi::Error ReadScaleAndOrder(ffi::Dictionary x, ForwardCall* call) {
+  return Read(x, "scale", &call->scale, "order", &call->order);
+}
+
+void Decodes() {
+  using Decoder = Handlers<Forward, kMlaSpanFwdTarget, ReadScaleAndOrder>;
+  alignas(64) static char data[9][64];
+  int64_t dims[9][5] = {{2, 3, 8, 64}, {2, 5, 1, 64}, {2, 3}, {2, 3}, {8}, {2, 3, 8, 64}, {2, 3, 8}, {}, {}};
+  const int64_t ranks[9] = {4, 4, 2, 2, 1, 4, 3, 5, 4};
+  XLA_FFI_Buffer buffers[9];
+  void* arrays[9];
+  XLA_FFI_ArgType operand_types[9] = {};
+  XLA_FFI_RetType result_types[9] = {};
+  for (int i = 0; i < 9; ++i) {
+    buffers[i] = {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, XLA_FFI_DataType_F32, data[i], ranks[i], dims[i]};
+    arrays[i] = &buffers[i], operand_types[i] = XLA_FFI_ArgType_BUFFER, result_types[i] = XLA_FFI_RetType_BUFFER;
+  }
+  buffers[0].dtype = XLA_FFI_DataType_BF16;
+  int64_t order = 7;
+  float scale = 0.5f;
+  XLA_FFI_Scalar numbers[3] = {
+      {XLA_FFI_DataType_S64, &order}, {XLA_FFI_DataType_F32, &scale}, {XLA_FFI_DataType_F32, &scale}};
+  XLA_FFI_ByteSpan names[3] = {{"order", 5}, {"scale", 5}, {"unknown", 7}};
+  XLA_FFI_AttrType kinds[3] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR};
+  XLA_FFI_ByteSpan* named[3] = {&names[0], &names[1], &names[2]};
+  void* values[3] = {&numbers[0], &numbers[1], &numbers[2]};
+  auto decode = [&](int operands, int results, int attributes, ForwardCall* call) {
+    const XLA_FFI_Args x{XLA_FFI_Args_STRUCT_SIZE, nullptr, operands, operand_types, arrays};
+    const XLA_FFI_Rets y{XLA_FFI_Rets_STRUCT_SIZE, nullptr, results, result_types, arrays + operands};
+    const XLA_FFI_Attrs z{XLA_FFI_Attrs_STRUCT_SIZE, nullptr, attributes, kinds, named, values};
+    return Decoder::Decode(ffi::RemainingArgs(&x, 0), ffi::RemainingRets(&y, 0), ffi::Dictionary(&z), call);
+  };
+  ForwardCall call;
+  EXPECT(decode(5, 4, 2, &call).success());
+  EXPECT(call.target == &kMlaSpanFwdTarget && call.order == 7 && call.scale == 0.5f);
+  EXPECT(call.q.data == data[0] && call.q.dtype == ffi::BF16 && call.q.dimensions.size() == 4);
+  EXPECT(call.sources[0].k.data == data[1] && call.sources[0].v.data == data[1]);  // V is K
+  EXPECT(call.sources[0].from.data == data[2] && call.sources[0].to.data == data[3] && call.sink.data == data[4]);
+  EXPECT(call.o.data == data[5] && call.lse.data == data[6] && std::string(call.lse.name) == "lse");
+  EXPECT(call.o_parts.data == data[7] && call.lse_parts.data == data[8]);
+  EXPECT(decode(5, 3, 2, &call).message() == "mla_span_fwd: got 8 arrays, wanted 9");
+  EXPECT(decode(5, 4, 1, &call).message() == "got 1 attributes, wanted 2");
+  EXPECT(decode(5, 4, 3, &call).message() == "got 3 attributes, wanted 2");
+  names[1] = {"stale", 5};
+  EXPECT(decode(5, 4, 2, &call).failure());
+  names[1] = {"scale", 5}, numbers[1].dtype = XLA_FFI_DataType_F64;
+  EXPECT(decode(5, 4, 2, &call).failure());
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -259,6 +310,7 @@ int main(int argc, char** argv) {
   if (scenario == "order") Order();
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();
+  if (scenario == "decodes") Decodes();
   if (scenario == "fails") {
     EXPECT(argc == 4);
     Fails(argv[2], atoi(argv[3]));

@@ -22,7 +22,6 @@ QUICK = (
 """Flags of XLA: most programs here are small and run once, and compiling them takes far longer than what is saved."""
 
 
-BUILT = library.variants()
 ONE_BUILT = library.BuiltVariant(
     "mha_fwd_sm_90a_d64",
     "mha_fwd",
@@ -47,14 +46,15 @@ ONE_BUILT = library.BuiltVariant(
 
 @functools.cache
 def every_kernel() -> tuple[library.BuiltVariant, ...]:
-    """The kernels that are built in; without any those of this version, with tiles of 256 rows and ones for what else
+    """The kernels of this version; those that the library does not hold with tiles of 256 rows, and ones for what else
     the compiler would have made of them.
     """
-    names = [field.name for field in dataclasses.fields(library.BuiltVariant)]
-    return BUILT or tuple(
-        library.BuiltVariant(**{name: getattr(v, name, 256 if name == "tile_m" else 1) for name in names})
-        for v in library.SHIPPED
-    )
+    names, held = [field.name for field in dataclasses.fields(library.BuiltVariant)], {v.key: v for v in library.held()}
+
+    def made(v: library.Variant) -> library.BuiltVariant:
+        return library.BuiltVariant(**{name: getattr(v, name, 256 if name == "tile_m" else 1) for name in names})
+
+    return tuple(held.get(v.key) or made(v) for v in library.SHIPPED)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from interpreter.kernels import attention
-from interpreter.kernels.verdict import judge
 from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import KERNEL
-from kernels.abi import E4M3, TO_E4M3, UNIT_BYTES
+from kernels.abi import UNIT_BYTES, name_of
 from tests import helpers
 
 BITS = 13  # after the leading one, of what is added at once
@@ -214,16 +213,13 @@ def assert_within(got: Any, made: Numbers) -> None:
 
 
 def assert_right(got: Any, x: attention.Operands, scale: float) -> None:
-    """What a GPU answers: where products are of e4m3, by its sums; where o is codes, by `verdict.judge`; otherwise by
-    `attention.assert_right`.
-    """
-    if x.op in TO_E4M3:
-        judge(got, x, scale)
-    elif x.op not in E4M3:
+    """What a GPU answers: where products are of e4m3, by its sums, and otherwise by `attention.assert_right`."""
+    if not x.is_e4m3:
         attention.assert_right(got, x, scale)
     else:
         assert_within(map(jnp.asarray, got), of_operands(x, scale))
 
 
 def of_operands(x: attention.Operands, scale: float, sums: Sums = in_place) -> Numbers:
-    return jax.jit(functools.partial(OF_OP[x.op], scale=scale, sums=sums))(*map(jnp.asarray, x.arguments()))
+    run = functools.partial(OF_OP[name_of(x.op, x.mode)], scale=scale, sums=sums)
+    return jax.jit(run)(*map(jnp.asarray, x.arguments()))

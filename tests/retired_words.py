@@ -6,9 +6,9 @@ kernels are, and in names of files and folders. Prose may use it: comments, docs
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from pathlib import Path
 
 PACKAGE, KERNELS, FFI = "jax_dsv4_fmha", "kernels", "ffi"
@@ -137,5 +137,14 @@ def identifiers(path: Path, source: str) -> set[str]:
 def come_back(path: Path, names: Iterable[str], words: Iterable[Retired]) -> list[str]:
     """Which of a file's identifiers are retired words."""
     here = [r for r in words if any(map(path.is_relative_to, r.folders))]
-    found = ((name, r) for name in sorted(names) for r in here if fnmatchcase(name, r.word))
+    retired = re.compile("|".join(translate(r.word) for r in here) or "$^")  # most names are none of them
+    found = ((name, r) for name in sorted(filter(retired.match, names)) for r in here if fnmatchcase(name, r.word))
     return [f"{path}: {name} is retired, say {r.new}" for name, r in found]
+
+
+def sources() -> Iterator[tuple[Path, set[str]]]:
+    """Every file with code, relative to the repository, and its identifiers."""
+    root = Path(__file__).parents[1]
+    for path in (path for folder in EVERYWHERE for path in sorted((root / folder).rglob("*"))):
+        if path.suffix in (".py", ".h", ".cc") and path.name != HERE:
+            yield path.relative_to(root), identifiers(path.relative_to(root), path.read_text())

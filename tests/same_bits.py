@@ -360,8 +360,8 @@ def worlds(seed: int, kinds: Sequence[str] = tuple(KINDS), **how: Any) -> Iterat
         caches = str(rng.choice(list(CACHES))) if kind in ("window", "list", "all") else "rows"
         caches = CACHES[caches][0] if kind == "window" and caches != "rows" else caches
         heads = int(rng.choice([64, 128, 16, 5, 100]))
-        dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
-        heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
+        dtype = str(rng.choice(["bfloat16", "float16"])) if kind == "dense" else "bfloat16"
+        heads = int(rng.choice([32, 64])) if kind == "indexer" else heads
         topk = int(rng.choice([64, 100, 256])) if kind in LISTS else 0
         d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
         yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)

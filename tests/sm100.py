@@ -16,6 +16,7 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, cases, native
 from interpreter.kernels.launch import Kernel, Launch, combine, launch
 from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine import scheduler
 from interpreter.machine.hazards import Fault
 from interpreter.machine.state import SMEM_BASE, Array
 from kernels import build
@@ -113,7 +114,7 @@ def results(run: Launch, seed: int) -> tuple[Array, ...]:
     """(o, lse), where keys are split of what `combine` makes of the parts."""
     if run.operands.shape.splits == 1:
         return run.run()
-    run.machine.run()
+    scheduler.run(run.machine)
     return combine(Kernel.of(native.variant_of(f"combine_sm_100f_{run.operands.q.dtype.name}")), run, seed=seed).run()
 
 

@@ -20,10 +20,10 @@ from interpreter.kernels import native
 from interpreter.kernels.gradients import FUNCTIONS, assert_right, gradient, operands
 from interpreter.kernels.native import Shape, addresses_of, plan
 from jax_dsv4_fmha._definitions import attention_gradient
-from jax_dsv4_fmha._definitions.rope import normed_and_turned, pairs_turned
-from jax_dsv4_fmha._host import call, gradients, library
+from jax_dsv4_fmha._definitions.rope import normed_and_rotated, rotated_pairs
+from jax_dsv4_fmha._host import call, library
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels.abi import BOUNDS, MlaBackward
+from kernels.abi import BACKWARD_OPS, MlaBackward
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub
 
@@ -44,26 +44,26 @@ SHAPES = [
 
 
 def test_every_op_has_a_function_and_a_target():
-    assert set(FUNCTIONS) == {v.op for v in ALL} <= set(TARGETS)
+    assert set(FUNCTIONS) == {v.name for v in ALL} <= set(TARGETS)
 
 
-@pytest.mark.parametrize("variant", {v.op: v for v in ALL}.values(), ids=lambda v: v.key)
+@pytest.mark.parametrize("variant", {v.name: v for v in ALL}.values(), ids=lambda v: v.key)
 def test_lowers_for_cuda_without_a_gpu(variant):
     x = operands(variant, b=2, s_q=3, h_q=8, s_kv=20, s_kv1=9, topk=5)
-    f = jax.jit(functools.partial(FUNCTIONS[variant.op], scale=0.125))
+    f = jax.jit(functools.partial(FUNCTIONS[variant.name], scale=0.125))
     text = f.trace(*x.arguments()).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call" in line)
-    assert f"@dsv4_fmha_{variant.op}(" in call and "scale = 1.250000e-01 : f32" in call
+    assert f"@dsv4_fmha_{variant.name}(" in call and "scale = 1.250000e-01 : f32" in call
     dtype = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype]
     keys = ("20x1x512",) if variant.sources == ("span",) else ("20x512", "9x512")[: len(variant.sources)]
     wanted = [f"tensor<2x3x8x512x{dtype}>", *(f"tensor<2x{x}xf32>" for x in keys)]
     assert re.search(r"-> \(" + ", ".join(wanted) + r"\)", call), call
 
 
-@pytest.mark.parametrize("op", BOUNDS.values())
+@pytest.mark.parametrize("op", BACKWARD_OPS)
 def test_a_deterministic_gradient_bounds_its_keys_first(op):
     """A unit for each key of all sources, one after the other; sums of 32 bits."""
-    variant = next(v for v in ALL if v.op == op and v.deterministic)
+    variant = next(v for v in ALL if v.name == op and v.deterministic)
     x = operands(variant, b=2, s_q=3, h_q=8, s_kv=20, s_kv1=9, topk=5)
     f = jax.jit(functools.partial(FUNCTIONS[op], scale=0.125, deterministic=True))
     text = f.trace(*x.arguments()).lower(lowering_platforms=("cuda",)).as_text()
@@ -79,7 +79,7 @@ def test_a_deterministic_gradient_bounds_its_keys_first(op):
 def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
-    variant = next((v for v in BUILT if (v.op, v.dtype) == (op, "bfloat16")), None)
+    variant = next((v for v in BUILT if (v.name, v.dtype) == (op, "bfloat16")), None)
     if variant is None:
         pytest.skip("not built")
     row = next(row for row in library.manifest()["variants"] if row["key"] == variant.key)
@@ -119,7 +119,7 @@ def run(variant, x, scale):
     """Runs into results that hold NaN, so an element that is not written shows."""
     keys = x.arguments()[5 : 5 + 3 * len(variant.sources) : 3]
     results = (x.attention.q, *(k.astype(jnp.float32) for k in keys))
-    gradient_of = functools.partial(FUNCTIONS[variant.op], scale=scale, deterministic=variant.deterministic)
+    gradient_of = functools.partial(FUNCTIONS[variant.name], scale=scale, deterministic=variant.deterministic)
     f = jax.jit(lambda into, args: gradient_of(*args), donate_argnums=0, keep_unused=True)
     return jax.tree.map(np.asarray, f(tuple(jnp.full(y.shape, jnp.nan, y.dtype) for y in results), x.arguments()))
 
@@ -145,13 +145,13 @@ def test_runs(variant):
 
 
 @on_gpu
-@pytest.mark.parametrize("variant", [v for v in BUILT if v.op == "mla_sparse_bwd"], ids=lambda v: v.key)
+@pytest.mark.parametrize("variant", [v for v in BUILT if v.name == "mla_sparse_bwd"], ids=lambda v: v.key)
 def test_runs_on_a_pool_of_all_sequences(variant):
     x, scale = operands(variant, h_q=native.heads_for(variant, 16), s_q=9), variant.d**-0.5
     q, *rows, kv, indices, length = x.arguments()
     b, s_kv, d = kv.shape
     slots = np.where((indices >= 0) & (indices < s_kv), indices + s_kv * np.arange(b)[:, None, None], -1)
-    f = jax.jit(functools.partial(gradients.mla_sparse_bwd, scale=scale))
+    f = jax.jit(functools.partial(FUNCTIONS[variant.name], scale=scale))
     dq, dkv = map(np.asarray, f(q, *rows, kv.reshape(b * s_kv, d), slots.astype(np.int32), length))
     assert_right((dq, dkv), x, scale)
 
@@ -183,7 +183,7 @@ for variant in t.BUILT:
     if variant.arch in library.local_architectures():
         x = t.operands(variant, h_q=t.native.heads_for(variant, 16), s_q=20)
         how = {"scale": variant.d**-0.5, "deterministic": variant.deterministic}
-        f = jax.jit(functools.partial(t.FUNCTIONS[variant.op], **how))
+        f = jax.jit(functools.partial(t.FUNCTIONS[variant.name], **how))
         for _ in range(3):
             t.assert_right(jax.tree.map(np.asarray, f(*x.arguments())), x, variant.d**-0.5)
 """
@@ -230,7 +230,7 @@ SOURCES = {
 def test_handler_refuses_operands(op, operand, change, says, monkeypatch):
     """Where the check while tracing, which says the same, does not refuse them before."""
     monkeypatch.setattr(call, "check", lambda *_: None)
-    variant = next(v for v in ALL if (v.op, v.dtype) == (op, "bfloat16"))
+    variant = next(v for v in ALL if (v.name, v.dtype) == (op, "bfloat16"))
     names = ["q", "do", "lse", "sink_factor", "delta", *SOURCES[op]]
     x = list(operands(variant).arguments())
     x[names.index(operand)] = change(x[names.index(operand)])
@@ -241,7 +241,7 @@ def test_handler_refuses_operands(op, operand, change, says, monkeypatch):
 # The oracle, against autodiff of the definition.
 
 
-@pytest.mark.parametrize("variant", {v.op: v for v in ALL if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key)
+@pytest.mark.parametrize("variant", {v.name: v for v in ALL if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key)
 def test_the_float64_gradient_is_that_of_the_package(variant):
     """Compares it with the sources' gradients in jnp, in float32 from the same operands."""
     x, scale = operands(variant, b=2, s_q=7, h_q=4, s_kv=20, s_kv1=9, topk=6), variant.d**-0.5
@@ -249,8 +249,8 @@ def test_the_float64_gradient_is_that_of_the_package(variant):
     given, do = a.q.astype(np.float32), x.do.astype(np.float32)
     x, q, through = dataclasses.replace(x, attention=dataclasses.replace(a, q=given), do=do), given, lambda dq: dq
     if variant.turns:  # which no longer rounds
-        (q,), pull = jax.vjp(lambda q: normed_and_turned(q, a.table, eps=native.EPS), jnp.where(np.isnan(q), 1, q))
-        (do,) = pairs_turned(do, a.table, direction=1)
+        (q,), pull = jax.vjp(lambda q: normed_and_rotated(q, a.table, eps=native.EPS), jnp.where(np.isnan(q), 1, q))
+        (do,) = rotated_pairs(do, a.table, direction=1)
         through = lambda dq: pull((dq,))[0]  # noqa: E731
     for kind, keys in zip(variant.sources, a.sources, strict=True):
         k, rows = keys.k.astype(np.float32), (keys.seen_from, keys.seen_to, do, x.lse, x.sink_factor, x.delta)

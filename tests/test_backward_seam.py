@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import Span, dot_product_attention, dsv4_attention, fmha, sparse_fmha
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels.abi import BACKWARD_OPS, BOUNDS, TURNING_GRADIENTS
+from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
-BUILT = pytest.mark.skipif(not library.variants_for("mla_span_bwd"), reason="no kernels are built")
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in TARGETS]
 INDICES, SINK = np.zeros((B, S, TOPK), np.int32), np.zeros(H, np.float32)
 
@@ -71,7 +70,6 @@ TRANSFORMS = {
 }
 
 
-@BUILT
 @pytest.mark.parametrize(
     ("op", "transform"), [(op, "grad") for op in OPS] + [("fused top-k", t) for t in TRANSFORMS if t != "grad"]
 )
@@ -86,11 +84,9 @@ def test_a_gradient_takes_the_kernel(op, transform):
 
 def test_every_target_is_taken():
     dense = {"mha_bwd", "mha_bwd_shared_kv"}
-    turned = {*TURNING_GRADIENTS}  # tests/test_dsv4.py
-    assert {name for _, _, wanted in OPS.values() for name in wanted} == {*BACKWARD_OPS, *dense} - turned - {*BOUNDS}
+    assert {name for _, _, wanted in OPS.values() for name in wanted} == {*BACKWARD_OPS, *dense}
 
 
-@BUILT
 @pytest.mark.parametrize(
     ("d", "s", "window", "deterministic", "dtype"),
     [
@@ -109,7 +105,6 @@ def test_one_kernel_makes_all_gradients_where_queries_see_many_keys(d, s, window
     assert found == dtype
 
 
-@BUILT
 @pytest.mark.parametrize("is_causal, dtype", [(True, "bf16"), (False, "f32")])
 def test_a_window_to_the_right_counts_where_it_is_seen(is_causal, dtype):
     q, k = arrays((1, 1024, 2, 64), (1, 1024, 1, 64))
@@ -118,7 +113,6 @@ def test_a_window_to_the_right_counts_where_it_is_seen(is_causal, dtype):
     assert re.findall(r"@dsv4_fmha_mha_bwd\(.*-> \(tensor<1x1024x2x64x(\w+)>", text) == [dtype]
 
 
-@BUILT
 @pytest.mark.parametrize("op", OPS)
 def test_inside_shard_map(op):
     """Over batch: each device runs a kernel on its own entries, and sends nothing."""
@@ -132,7 +126,6 @@ def test_inside_shard_map(op):
     assert not re.search(r"all_reduce|all_gather|all_to_all|collective", text)
 
 
-@BUILT
 def test_an_export_has_the_kernel():
     f, shapes, wanted = OPS["fused top-k"]
     exported = jax.export.export(jax.jit(gradient(f)), platforms=["cuda"], disabled_checks=CUSTOM_CALLS)(
@@ -141,7 +134,6 @@ def test_an_export_has_the_kernel():
     assert targets(exported.mlir_module()) == wanted
 
 
-@BUILT
 def test_without_a_backward_kernel_the_gradient_is_jnp():
     """Here in float32, for which there is no forward kernel either."""
     shapes = (B, S, H, D), (B, S_KV, 1, D), (B, S_KV, 1, D)
@@ -149,13 +141,11 @@ def test_without_a_backward_kernel_the_gradient_is_jnp():
     assert targets(text) == targets(text, "fwd") == []
 
 
-@BUILT
 def test_on_a_cpu_the_gradient_is_jnp():
     f, shapes, _ = OPS["fused top-k"]
     assert "dsv4_fmha" not in re.sub(r"dsv4_fmha_(o|lse)", "", lowered(gradient(f), *arrays(*shapes), platform="cpu"))
 
 
-@BUILT
 def test_cubin_insists_on_the_backward_kernel_too():
     q, k = arrays((B, S, H, D), (B, S_KV, 1, D))
     o, rows = q, jax.ShapeDtypeStruct((B, S, H), jnp.float32)
@@ -169,7 +159,6 @@ def test_cubin_insists_on_the_backward_kernel_too():
         lowered(backward_alone, q, k, o, platform="cpu")
 
 
-@BUILT
 @pytest.mark.parametrize("transform", ["grad", "vmap of a grad"])
 def test_a_deterministic_gradient_takes_a_kernel_of_its_own(transform):
     """That kernel adds 32-bit integers, with a unit for each key that another one bounds first."""

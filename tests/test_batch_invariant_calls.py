@@ -17,6 +17,7 @@ from jax_dsv4_fmha import (
     fmha,
     sparse_fmha,
 )
+from jax_dsv4_fmha._dispatch import plan
 from jax_dsv4_fmha._host import attention as attention_calls
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.split_kv import columns_pay
@@ -81,7 +82,7 @@ def custom_call(f, **how):
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
     jax.clear_caches()
-    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: False)
+    monkeypatch.setattr(plan, "columns_pay", lambda *_: False)
     op, f = CALLS[name]
     call = custom_call(f, batch_invariant=True)
     assert f"@dsv4_fmha_{op}(" in call and f"order = {attention_calls.ORDER} : i64" in call
@@ -93,7 +94,7 @@ def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
 def test_few_queries_share_out_keys_and_then_columns(hopper, monkeypatch, name):
     """Of d 512 with more than 32 heads; spans are gathered then."""
     jax.clear_caches()  # of what was traced with other choices
-    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: True)
+    monkeypatch.setattr(plan, "columns_pay", lambda *_: True)
     op, f = CALLS[name]
     op = {"mla_span_fwd": "csa_fwd", "hca_fwd": "csa_fwd"}.get(op, op)
     call = custom_call(f, batch_invariant=True)
@@ -151,11 +152,11 @@ def test_a_layer_hands_the_mode_on(hopper, ratio):
     """To attention of whole sequences, of chunks and of steps."""
     compressor = Compressor(64, 512, ratio, overlap=ratio == 4) if ratio else None
     sizes = {"hidden": 64, "heads": 64, "q_rank": 32, "o_groups": 2, "o_rank": 16, "rope": Rope(64)}
-    layer = DSV4Attention(**sizes, ratio=ratio, compressor=compressor, sparse=ratio == 4, batch_invariant=True)
+    layer = DSV4Attention(**sizes, ratio=ratio, compressor=compressor, sparse=ratio == 4)
     x, indices = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.zeros((2, 128, 8), jnp.int32)
     params, cache = jax.eval_shape(lambda: (layer.init(jax.random.key(0)), layer.cache(2, 300, x.dtype, steps=2)))
-    chosen = {"indices": indices} if ratio == 4 else {}
-    a_step = {name: i[:, :1] for name, i in chosen.items()}
+    chosen = {"batch_invariant": True} | ({"indices": indices} if ratio == 4 else {})
+    a_step = {"batch_invariant": True} | ({"indices": indices[:, :1]} if ratio == 4 else {})
     for f in (
         lambda p, c: layer(p, x, **chosen).y,
         lambda p, c: layer(p, x, c, start=5, **chosen).y,

@@ -488,6 +488,7 @@ def test_a_picture_can_be_read_on_a_phone(results, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("ignore:builtin type event_stats")
 def test_bench(capsys):

@@ -23,10 +23,8 @@ from jax_dsv4_fmha import (
     sparse_fmha,
 )
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._ops.rope import normed_then_turned, turned
 from jax_dsv4_fmha._testing.attention import LAYOUTS_OF, DecodeCase, run, run_into, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from jax_dsv4_fmha.layers import Rope
 from tests.helpers import assert_right, collectives, normal
 from tests.test_cache import CACHES, TABLE
 
@@ -101,24 +99,6 @@ def small(b=2, s_q=2, d=16, **kwargs):
     q, sink = normal(0, b, s_q, 4, d), normal(1, 4)
     near, far = Cache(normal(2, b, 9, d)), Cache(normal(3, b, 6, d))
     return q, near, far, {"lengths": jnp.array([20, 11], jnp.int32), "sink": sink, "window": 8, **kwargs}
-
-
-@pytest.mark.parametrize("eps", [None, 0.1])
-@pytest.mark.parametrize("implementation", [None, "reference"])
-def test_norm_and_rope_are_those_apart(implementation, eps):
-    q, near, far, kwargs = small(ratio=4, implementation=implementation)
-    table = Rope(4).table(jnp.array([[18, 19], [9, 10]], jnp.int32))
-    got = dsv4_decode(q, near, far, **kwargs, rope_table=table, norm_eps=eps)
-    seen = turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
-    o, lse = dsv4_decode(seen, near, far, **kwargs)
-    for x, y in zip(got, (turned(o, table, -1), lse), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_a_norm_without_a_table():
-    q, near, far, kwargs = small(ratio=4)
-    with pytest.raises(ValueError, match=r"dsv4_decode: norm_eps: got 0.1, wanted None without a rope_table"):
-        dsv4_decode(q, near, far, **kwargs, norm_eps=0.1)
 
 
 def test_idle_sequences_and_absent_rows():
@@ -256,7 +236,6 @@ def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementati
     assert_close(got, step(q, near, far, indices=jnp.asarray(indices)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not library.variants_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize("here", ["sm_100f", "sm_90a", "sm_120f"])
 def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypatch):
     """Hopper and Blackwell have kernels that read packed entries: elsewhere "cubin" is an error, as soon as it is

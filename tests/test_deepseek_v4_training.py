@@ -43,7 +43,7 @@ def test_logits_in_zigzag_order(name):
     want = jax.jit(model)(params, tokens)
     with common.mesh_of(1, 2, data=1, context=2) as mesh:
         x = jax.device_put(zigzag(tokens, 2), NamedSharding(mesh, P("data", "context")))
-        got = jax.jit(functools.partial(model, order=2))(placed(model, params, mesh), x)
+        got = jax.jit(functools.partial(model, zigzag=2))(placed(model, params, mesh), x)
         assert got.sharding.shard_shape(got.shape)[1] == 32
     assert_close(unzigzag(np.asarray(got), 2), want, 3e-4)
 

@@ -10,8 +10,8 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
+from jax_dsv4_fmha._dispatch.rope import normed_then_rotated, rotated
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._ops.rope import normed_then_turned, turned
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
@@ -92,15 +92,15 @@ def test_kernel(case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("h_q, dtype", [(16, "float16"), (128, "bfloat16")])
+@pytest.mark.parametrize("h_q", [16, 128])
 @pytest.mark.parametrize("chosen", [False, True], ids=["dense", "topk"])
-def test_packed_documents_by_kernels(chosen, dtype, h_q):
+def test_packed_documents_by_kernels(chosen, h_q):
     """Packing is one fused launch, forward and backward, and each document gives its own result, as in float32."""
     rng, ratio, lengths = np.random.default_rng(0), 4, (130, 1, 3, 77, 301)
     s, n = sum(lengths), sum(length // ratio for length in lengths)
     shapes = {(1, s, h_q, 512): Q_STD, (1, s, 512): KV_STD, (1, n, 512): KV_STD, (h_q,): 1}  # as the cases have them
     q, w, c, sink = (jnp.asarray(std * rng.standard_normal(x), jnp.float32) for x, std in shapes.items())
-    q, w, c = (x.astype(dtype) for x in (q, w, c))
+    q, w, c = (x.astype(jnp.bfloat16) for x in (q, w, c))
     ids = jnp.repeat(jnp.arange(5, dtype=jnp.int32), jnp.array(lengths), total_repeat_length=s)[None]
     how = {"span": Span.segments(ids), "compressed_span": Span.compressed_segments(ids, ratio), "sink": sink}
     if chosen:
@@ -419,9 +419,9 @@ def large(h, dtype, s=7, kinds=""):
 def in_passes(x, how):
     """The same attention by passes of their own."""
     plain = {name: y for name, y in how.items() if name not in ("rope_table", "norm_eps")}
-    q = normed_then_turned(x["q"], how["rope_table"], how["norm_eps"])
+    q = normed_then_rotated(x["q"], how["rope_table"], how["norm_eps"])
     o, lse = dsv4_attention(**(x | {"q": q}), **plain)
-    return turned(o, how["rope_table"], -1), lse
+    return rotated(o, how["rope_table"], -1), lse
 
 
 OF_KINDS = {"": "mla_span_fwd", "all": "hca_fwd", "chosen": "csa_fwd"}
@@ -487,10 +487,10 @@ def test_a_gradient_is_one_kernel_where_it_is_made_for_the_heads(kinds, h, deter
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("kinds", OF_KINDS)
-@pytest.mark.parametrize("h, dtype", [(64, jnp.bfloat16), (128, jnp.bfloat16), (64, jnp.float16)])
-def test_a_kernel_turns_as_passes_do(kinds, h, dtype):
+@pytest.mark.parametrize("h", [64, 128])
+def test_a_kernel_turns_as_passes_do(kinds, h):
     """It rounds less: beside passes in float32 its error is no greater than that of passes in 16 bits."""
-    x, how = large(h, dtype, s=601, kinds=kinds)
+    x, how = large(h, jnp.bfloat16, s=601, kinds=kinds)
     together, apart = jax.jit(lambda x: dsv4_attention(**x, **how)), jax.jit(lambda x: in_passes(x, how))
     if not takes_turns_here():
         pytest.skip("needs a kernel that turns q")

@@ -147,7 +147,7 @@ def test_serve(speculate, capsys, in_place):
     """Requests come and go in two places, over too few pages; greedy ones say what they say alone, with drafts too."""
     with jax.default_matmul_precision("float32"):
         sizes = {"places": 2, "chunk": 16, "longest": 56, "wanted": 24, "page": 16, "pages": 6, "beginning": 34}
-        done, server = example("serve").main(requests=8, again=3, speculate=speculate, **sizes)
+        done, server = example("serve").main(requests=8, speculate=speculate, **sizes)
         for request in done:
             if not request.temperature:
                 assert server.alone(request).tolist() == request.said
@@ -162,29 +162,6 @@ def test_serve(speculate, capsys, in_place):
     if found:
         right, drafted = int(found[1]), int(found[2])
         assert 0 < right < drafted and float(found[3]) > 1 and server.accepted == right
-
-
-def test_drafts():
-    """What came after the same three tokens, or two; first of a request's own."""
-    drafts = example("serve").drafts
-    tokens = np.array([1, 2, 3, 4, 9, 1, 2, 3])
-    assert drafts(tokens, [], 3).tolist() == [4, 9, 1]
-    assert drafts(tokens[:-1], [np.array([9, 1, 2, 7, 8])], 2).tolist() == [7, 8]
-    assert drafts(tokens[5:7], [tokens], 1).tolist() == [3]
-    assert drafts(np.array([5, 6, 7]), [tokens], 4).size == drafts(np.array([5]), [], 4).size == 0
-
-
-def test_serve_refuses_what_never_fits():
-    serve = example("serve")
-    model = serve.Tiny(32)
-    parameters = model.init(jax.random.key(0), jnp.float32)
-    server = serve.Server(
-        model, parameters, jnp.float32, places=2, room=64, chunk=16, page=16, pages=3, beginning=range(16)
-    )
-    with pytest.raises(ValueError, match="a request of 60 tokens, for which 3 pages of 16 are too few"):
-        server.submit(serve.Request(np.arange(50), 10, 0.0))
-    with pytest.raises(ValueError, match="does not go on from the 16 tokens"):
-        server.submit(serve.Request(np.arange(1, 20), 10, 0.0))
 
 
 @pytest.mark.parametrize("page", [pytest.param(0, marks=pytest.mark.slow), 16])

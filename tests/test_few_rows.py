@@ -1,6 +1,7 @@
 """A step's products, `layers/_few_rows.py`: by definition on a CPU and on meshes, by kernels on a GPU."""
 
-import dataclasses
+import functools
+import itertools
 import re
 import warnings
 
@@ -14,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha._bench.layer import LayerRow
 from jax_dsv4_fmha._bench.measure import KERNEL_BY_KERNEL, interleaved
 from jax_dsv4_fmha._host import few_rows_product as raw
-from jax_dsv4_fmha.layers import _few_rows, from_config
+from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha.layers import Shared, _few_rows, from_config
 
 from .helpers import collectives
+from .test_layer_config import published
 from .test_layers import MODELS
 
 B, S, H, R, G, N = 2, 3, 4, 32, 2, 24
@@ -118,6 +121,7 @@ def assert_near(got, want):
         assert (np.abs(np.asarray(y, np.float64) - want[name]) <= most * size).all(), name
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kernel", [False, True])
 def test_products_are_right(kernel):
     given = operands()
@@ -127,6 +131,7 @@ def test_products_are_right(kernel):
     assert_near(got, by_numpy(**given))
 
 
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_heads_and_batch_may_be_sharded(kind):
     """The one collective is the sum over groups of heads."""
@@ -152,6 +157,7 @@ def test_no_part_of_k_is_empty_where_devices_share_the_groups(monkeypatch):
     assert seen == [((1, 64 * parts, 256), parts) for parts in (8, 4, 1)]
 
 
+@pytest.mark.usefixtures("built")
 def test_products_under_vmap():
     given = operands()
     got = jax.jit(jax.vmap(lambda x: all_of(True, **x)))({name: jnp.stack([x, x]) for name, x in given.items()})
@@ -163,6 +169,34 @@ def test_how_k_is_cut():
     sizes = [(4096, 1536, 1), (4096, 2560, 1), (4096, 4160, 1), (4096, 1024, 8), (8192, 4096, 1)]
     assert [raw.parts(*x) for x in sizes] == [8, 4, 4, 2, 4]
     assert raw.parts(128, 64, 1) == 2 and raw.parts(1024, 1 << 20, 1) == 1
+
+
+def test_every_kernel_is_one_of_a_published_model(monkeypatch):
+    """And every product of a step of V4-Flash, V4-Pro and V4.1 that asks for a kernel has one, whole and joined."""
+    asked, shipped_for = set(), library.shipped_for
+
+    def noted(op, **choices):
+        if op.startswith("few_rows_product"):
+            asked.add((op, *(choices.get(name, 1) for name in ("dtype", "to_float32", "to_fp8", "parts"))))
+        return shipped_for(op, **choices)
+
+    monkeypatch.setattr(library, "shipped_for", noted)
+
+    def steps(layers, is_joined, key):
+        x, shared = jnp.zeros((4, 1, layers[0].hidden), jnp.bfloat16), Shared()
+        for layer in layers:
+            params = layer.init(key, jnp.bfloat16)
+            params, cache = (layer.joined(params), jnp.float8_e4m3fn) if is_joined else (params, jnp.bfloat16)
+            out = layer.step(params, x, layer.cache(4, 65536, cache), shared, lengths=60000)
+            shared = shared.after(out)
+        return out.y
+
+    for name, is_joined in itertools.product(("flash", "pro", "v4.1"), (False, True)):
+        layers = [*dict.fromkeys(from_config(published(name)))]
+        jax.eval_shape(functools.partial(steps, layers, is_joined), jax.random.key(0))
+    kernels = (v for v in library.SHIPPED if v.family == "few_rows_product")
+    fields = ("dtype", "to_float32", "to_fp8", "parts")
+    assert asked == {(v.op, *(v.choices[name] for name in fields)) for v in kernels}
 
 
 FIRST, HEADS, LAST = (
@@ -217,11 +251,14 @@ def test_launches_of_a_step(ratio, cache):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("rank", "groups", "n"), [(2632, 4, 2184), (4360, 1, 4360)], ids=["a few parts", "fewer"])
 @pytest.mark.parametrize("rows", [1, 7, 64, 65, 128])
-def test_kernels_are_right(rows, dtype):
-    given = operands(b=rows, s=1, h=16, rank=584, groups=4, n=200, dtype=dtype)
-    assert_near(jax.jit(lambda x: all_of(True, **x))(given), by_numpy(**given))
+def test_kernels_are_right(rows, rank, groups, n):
+    """Of sizes that no tile divides, each product by a kernel."""
+    given = operands(b=rows, s=1, h=16, rank=rank, groups=groups, n=n)
+    run = jax.jit(lambda x: all_of(True, **x))
+    assert run.lower(given).as_text().count("custom_call @dsv4_fmha_few_rows_product") == 9
+    assert_near(run(given), by_numpy(**given))
 
 
 @pytest.mark.gpu
@@ -234,7 +271,7 @@ def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
     """
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
     sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
-    layer = dataclasses.replace(from_config(MODELS["v4"] | sizes)[kind], batch_invariant=True)
+    layer = from_config(MODELS["v4"] | sizes)[kind]
     params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
     x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
     lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)
@@ -244,7 +281,7 @@ def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
     )
     first = prompt(x, lengths)
     last = jnp.take_along_axis(x, lengths[:, None, None], 1)
-    step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n).y)
+    step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n, batch_invariant=True).y)
     whole = np.asarray(step(last, first, lengths + 1)).view(np.uint16)
     for b in (1, 33, 100):
         some = rng.permutation(128)[:b]

@@ -40,7 +40,7 @@ def masks(of):
 
 
 def run(kind, attention, x, mask, **how):
-    """What flax's module gives, and the gradient of its parameters; attention None is flax's own."""
+    """Returns what flax's module gives, and the gradient of its parameters; attention None is flax's own."""
     chosen = {} if attention is None else {"attention_fn": attention}
     if kind == "linen":
         module = linen.MultiHeadDotProductAttention(HEADS, **chosen)
@@ -187,7 +187,7 @@ def test_layers_as_modules_train(kind):
 
 
 def test_a_train_step_of_nnx_compiles_once():
-    """With flax's own optimizer; every parameter of `layer.init` is a Param."""
+    """It learns by flax's own optimizer; every parameter of `layer.init` is a Param."""
     layer, x = model("v4")[0][0], hidden(2, 12)
     module = NNX(layer, rngs=nnx.Rngs(0))
     optimizer, traced = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param), []

@@ -16,8 +16,10 @@ from interpreter.kernels import attention
 from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, quantize_indexer
 from jax_dsv4_fmha._definitions import e4m3, packed
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
-from jax_dsv4_fmha._dispatch import attend, products, tables
+from jax_dsv4_fmha._dispatch import attend, plan
+from jax_dsv4_fmha._dispatch.modes.fp8_products import Fp8Products
 from jax_dsv4_fmha._host import key_codes
+from jax_dsv4_fmha._host.mode import name_of
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, from_config
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
@@ -534,12 +536,12 @@ def test_a_layer_passes_products_to_prompts_and_chunks(cache, products):
 def test_a_layer_with_products():
     with pytest.raises(ValueError, match="products: got 'float8', wanted None or 'float8_e4m3fn'"):
         layer_of(products="float8")
-    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
-        layer_of(products=E4M3_PRODUCTS, batch_invariant=True)
     with pytest.raises(ValueError, match="rope: got 8 dims, wanted 64 with products='float8_e4m3fn_bf16_rope'"):
         layer_of(products=BF16_ROPE)
     layer = layer_of(products=E4M3_PRODUCTS)
     params, x = layer.init(jax.random.key(0), jnp.bfloat16), jnp.ones((1, 8, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
+        layer(params, x, batch_invariant=True)
     with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
         jax.grad(lambda x: layer(params, x).y.astype(jnp.float32).sum())(x)
 
@@ -552,13 +554,14 @@ def modelled(**how):
     """Calls of the kernel are of `hopper_e4m3` in this context, with the same operands. o is complex, with half of its
     interval as the imaginary part."""
 
-    def by_model(q, sources, sink, scale, chosen):
-        parts = [products._in_codes(source, rope=chosen == BF16_ROPE) for source in sources]
-        row = tables.BY_PRODUCTS[chosen][tuple(kind for source in sources for kind in source.kinds)]
-        made = hopper_e4m3.OF_OP[row.op](q, *row.operands(*parts), sink, scale=scale, **how)
+    def run(launch, q, scale):
+        made = hopper_e4m3.OF_OP[name_of(launch.op, launch.mode)](q, *launch.operands, scale=scale, **how)
         return jax.lax.complex(made.o, made.slack), made.lse
 
-    with mock.patch.object(products, "by_kernel", by_model), mock.patch.object(products, "definition", by_model):
+    def definition(mode, inner):
+        return lambda q, sources, sink, scale: plan.launch(q, sources, [mode], sink).run(q, scale)
+
+    with mock.patch.object(plan.Launch, "run", run), mock.patch.object(Fp8Products, "definition", definition):
         attend._ops.cache_clear()
         yield
     attend._ops.cache_clear()

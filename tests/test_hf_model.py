@@ -10,6 +10,7 @@ import pytest
 
 from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.weights import load
+from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict
 
 from .test_hf import hf_config, numpy_of, random_weights
 
@@ -163,3 +164,21 @@ def test_fp8_caches(tmp_path):
         got = np.stack(got, 1)
         far = np.linalg.norm(got - want[:, n - 1 :], axis=-1) / np.linalg.norm(want[:, n - 1 :], axis=-1)
         assert np.median(far) < most, dtype
+
+
+def test_a_state_dict_of_torch():
+    """torch's dtypes are known by their names: FP8 has scales, and nothing else has."""
+    layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+    shapes = {
+        "wq_a.weight": (32, 64), "q_norm.weight": (32,), "wq_b.weight": (128, 32), "wkv.weight": (32, 64),
+        "kv_norm.weight": (32,), "attn_sink": (4,), "wo_a.weight": (32, 64), "wo_b.weight": (64, 32),
+    }  # fmt: skip
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors |= {"wkv.weight": tensors["wkv.weight"].to(torch.float8_e4m3fn), "wkv.scale": torch.full((1, 1), 2.0)}
+    got = from_state_dict(layer, tensors, dtype=jnp.float32)["wkv"]
+    np.testing.assert_array_equal(got, 2 * tensors["wkv.weight"].float().numpy().T)
+    for dtype in (torch.float8_e5m2, torch.int8):
+        with pytest.raises(ValueError, match=r"wkv\.weight: got .*, wanted floats"):
+            from_state_dict(layer, {**tensors, "wkv.weight": tensors["wkv.weight"].float().to(dtype)})
+    with pytest.raises(ValueError, match=r"wkv\.weight: got .*, wanted no wkv\.scale"):
+        from_state_dict(layer, {**tensors, "wkv.weight": tensors["wkv.weight"].to(torch.bfloat16)})

@@ -15,7 +15,7 @@ import pytest
 from jax_dsv4_fmha import Span, fmha
 from jax_dsv4_fmha._host import library
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 CALLS = 300
 

@@ -1,5 +1,6 @@
 """The HTTP endpoint of examples/deepseek_v4/serve.py, asked by OpenAI's own client. `make test-hf` runs this."""
 
+import json
 import queue
 import threading
 import time
@@ -14,7 +15,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("starlette.testclient").httpx
 
-from examples.deepseek_v4 import common, endpoint, serve  # noqa: E402
+from examples.deepseek_v4 import chat, common, endpoint, serve  # noqa: E402
 
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 
@@ -51,6 +52,62 @@ def served(tmp_path_factory):
 
 def asked(client, prompt, **how):
     return client.completions.create(**{"model": "random", "prompt": prompt, "temperature": 0, **how})
+
+
+@pytest.mark.parametrize(
+    "template, messages, want",
+    [
+        ("{{ '<call>' + (messages[0].x | tojson) + '</call>' }}", [{"x": {"a": "<é>"}}], '<call>{"a": "<é>"}</call>'),
+        ("{{ messages | tojson(indent=1) }}", [{"b": 1, "a": None}], '[\n {\n  "b": 1,\n  "a": null\n }\n]'),
+        (
+            "{% for m in messages %}{% if m.x == 2 %}{% break %}{% endif %}{{ m.x }}{% endfor %}",
+            [{"x": 1}, {"x": 2}],
+            "1",
+        ),
+        ("{% generation %}{{ messages[0].x }}{% endgeneration %}!", [{"x": 5}], "5!"),
+        ("{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ add_generation_prompt }}", [], "<s></s>True"),
+        ("{{ strftime_now('%Y') | length }}", [], "4"),
+        ("  {% if true %}\n  a\n  {% endif %}\n", [], "  a\n"),
+    ],
+)
+def test_templates(template, messages, want, tmp_path):
+    """As transformers renders them, with the special tokens of tokenizer_config.json."""
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    assert chat.template(str(tmp_path))(messages) == want
+    (tmp_path / "chat_template.jinja").write_text("another")
+    assert chat.template(str(tmp_path))(messages) == "another"
+    (tmp_path / "chat_template.jinja").unlink()
+    listed = [{"name": "tools", "template": "x"}, {"name": "default", "template": template}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": listed}))
+    assert chat.template(str(tmp_path))(messages) == want
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('no ' + messages[0].x) }}", "no tools"),
+        ("{{ messages[0].x + 5 }}", "can only concatenate str"),
+        ("{{ messages[7].x.y }}", "no element 7"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe|access"),
+    ],
+)
+def test_errors_of_templates(template, message, tmp_path):
+    """Whatever a template raises, it is the request's: no error of the server."""
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"^messages: the chat template cannot take them: .*(?:{message})"):
+        chat.template(str(tmp_path))([{"x": "tools"}])
+
+
+def test_what_is_no_template(tmp_path):
+    assert chat.template(None) is chat.template(str(tmp_path)) is None
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ValueError, match="got a chat template that is none of Jinja: "):
+        chat.template(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: got no JSON, wanted an object"):
+        chat.template(str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +171,10 @@ def test_chats(served, alone):
     for wrong, message in (([{"role": "tool", "content": "1"}], "no tools"), ("1", "messages: got '1'")):
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**{**how, "messages": wrong})
+    parts = [{"role": "system", "content": [{"type": "text", "text": x} for x in "34"]}, messages[1]]
+    assert client.chat.completions.create(**{**how, "messages": parts}).choices[0].message.content.split() == [
+        *map(str, want)
+    ]
     long = client.chat.completions.create(model="random", messages=messages)  # to the end of its room
     assert long.usage.total_tokens == 256
 
@@ -124,16 +185,15 @@ def test_errors(served):
     for how, message, param, code in (
         (
             {"prompt": [1] * 300},
-            "a request of 333 tokens, for which 32 pages of 16",
+            "a request of 333 tokens, 16 to be said, for which 32 pages of 16",
             "prompt",
             "context_length_exceeded",
         ),
-        ({"prompt": "five"}, "invalid literal", "prompt", None),
-        ({"prompt": [1, 64]}, "a list of tokens below 64", "prompt", None),
-        ({"prompt": [[1], [2]]}, "wanted one prompt", "prompt", None),
-        ({"prompt": "1", "max_tokens": 0}, "wants 0 tokens", "prompt", None),
+        ({"prompt": "five"}, "got 'five', wanted tokens: numbers from 0 to 63", "prompt", None),
+        ({"prompt": [1, 64]}, "got 64 as token number 1, wanted integers from 0 to 63", "prompt", None),
+        ({"prompt": [[1], [2]]}, "wanted one text, or one list of tokens", "prompt", None),
+        ({"prompt": "1", "max_tokens": 0}, "max_tokens: got 0, wanted", "max_tokens", None),
         ({"prompt": "1", "n": 2}, "n: got 2, which is not served", "n", None),
-        ({"prompt": "1", "stop": "2"}, "stop: got '2'", "stop", None),
     ):
         with pytest.raises(openai.BadRequestError, match=message) as raised:
             asked(client, **how)

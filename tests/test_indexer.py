@@ -476,13 +476,11 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
     return (q.astype(dtype), k.astype(dtype), weights), {}
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("b", [2, "b"])
 def test_export_for_cuda(dtype, b, monkeypatch):
     """One custom call, also with a symbolic batch."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    if not library.variants_for("indexer_scores"):
-        pytest.skip("not built")
     x, kwargs = kernel_operands(dtype)
 
     def f(q, k, weights, *k_scale):
@@ -516,8 +514,6 @@ def test_export_with_entries_left_open():
 
 def test_a_workspace_is_bounded(monkeypatch):
     """65536 queries of 16384 entries: half a GiB of scores at a time."""
-    if not library.variants_for("indexer_scores"):
-        pytest.skip("not built")
     seen = []
     monkeypatch.setattr(
         jax.ffi, "ffi_call", lambda name, results, **_: lambda *_, **__: seen.extend(results) or results
@@ -535,8 +531,6 @@ def test_a_workspace_is_bounded(monkeypatch):
 def test_scores_are_exported_for_cuda(b, monkeypatch):
     """One custom call, and one of their gradients."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    if not library.variants_for("indexer_scores_at"):
-        pytest.skip("not built")
     x, _ = kernel_operands(s_q=5, s_c=60)
     (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)
     shapes = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in x]
@@ -608,12 +602,11 @@ def test_complaints_are_found(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("h", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_scores_at_entries_by_kernels(cuda, h, dtype):
+@pytest.mark.parametrize("h", [32, 64])
+def test_scores_at_entries_by_kernels(cuda, h):
     """Scores and gradients equal the reference's, up to rounding to 16 bits."""
     with jax.default_device(cuda):
-        (q, k, weights), _ = kernel_operands(dtype, s_q=65, s_c=700, h=h)
+        (q, k, weights), _ = kernel_operands(s_q=65, s_c=700, h=h)
         rng = np.random.default_rng(6)
         indices = jnp.asarray(rng.integers(-20, 720, (2, 65, 130)), jnp.int32)
         cotangent = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
@@ -633,8 +626,8 @@ def test_scores_at_entries_by_kernels(cuda, h, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("h", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("h", [32, 64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize(("s_q", "s_c", "topk"), [(37, 600, 64), (129, 5000, 512), (3, 9000, 2048)])
 def test_kernel(cuda, h, dtype, s_q, s_c, topk):
     """Its scores equal the reference's, up to rounding; its choice is exact for its own scores of all entries."""

@@ -63,8 +63,8 @@ def of(rows, column=4):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("d", "layout", "dtype"),
-    [(512, None, "bfloat16"), (512, None, "float16"), (512, "v4_fp8", "bfloat16"), (512, "v41_fp8", "bfloat16"),
-     (128, None, "bfloat16"), (128, None, "float16"), (128, "index_fp8", "bfloat16"),
+    [(512, None, "bfloat16"), (512, "v4_fp8", "bfloat16"), (512, "v41_fp8", "bfloat16"),
+     (128, None, "bfloat16"), (128, "index_fp8", "bfloat16"),
      (128, "index_fp4", "bfloat16")],
 )  # fmt: skip
 def test_kernel(d, layout, dtype, size, paged, ragged):
@@ -133,8 +133,6 @@ def test_a_cache_in_a_stack():
 @pytest.mark.parametrize("paged", [False, True])
 def test_one_call_in_place(paged, ragged):
     """A step's program for CUDA has one call for a cache, without a scatter; donated caches stay where they are."""
-    if not library.variants_for("kv_insert", d=512):
-        pytest.skip("kernels are not built")
     cache, state, rows, made, lengths = operands(512, 4, 2, True, None, paged)
 
     def f(cache, state, rows):
@@ -186,7 +184,7 @@ def test_the_definition_is_differentiable_and_maps():
 
 
 def test_running_sums_are_the_same_as_whole_sequences():
-    """In chunks and steps of any size, with tokens that are taken back, padding, idle places, and places used again."""
+    """Chunks and steps may have any size, tokens be taken back, and places have padding, be idle or be used again."""
     rng = np.random.default_rng(0)
     compressor = Compressor(24, 8, 16)
     params = compressor.init(jax.random.key(0)) | {"ape": jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)}

@@ -156,7 +156,7 @@ def test_a_result_that_is_returned_twice_is_noticed():
 
 def test_index_keys_of_an_fp8_cache():
     """They are packed where a kernel takes the pages; a step then quantizes its queries."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16}
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32}
     layer = from_config(MODELS["v4"] | sizes)[1]
     fp8, table = jnp.float8_e4m3fn, jnp.zeros((2, 2), jnp.int32)
     assert (layer.cache(2, 90, fp8).keys.layout, layer.cache(2, 90, fp8).keys.capacity) == ("index_fp8", 24)
@@ -166,6 +166,24 @@ def test_index_keys_of_an_fp8_cache():
     x = jnp.zeros((2, 1, layer.hidden), jnp.bfloat16)
     out = jax.eval_shape(lambda p, c: layer.step(p, x, c, lengths=1), shapes(layer), layer.cache(2, 90, fp8))
     assert out.cache.keys.entries.dtype == jnp.uint8
+
+
+def test_index_keys_that_are_not_packed_are_told(caplog):
+    """It is the default in pages that no kernel takes; who asks for a format gets it."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    layer = from_config(MODELS["v4"] | sizes)[1]
+    how = {"block_table": jnp.zeros((2, 2), jnp.int32), "page_tokens": 64}
+    assert layer.cache(2, 128, jnp.float8_e4m3fn, **how).keys.entries.dtype == jnp.bfloat16
+    (said,) = caplog.messages
+    assert said == (
+        "DSV4Attention.cache: index keys stay in bfloat16 in pages of 16 entries, since kernels take packed ones in"
+        " pages of a multiple of 32; page_tokens, or keys, changes this"
+    )
+    caplog.clear()
+    for keys in (jnp.bfloat16, jnp.float8_e4m3fn):
+        layer.cache(2, 128, jnp.float8_e4m3fn, keys=keys, **how)
+    layer.cache(2, 256, jnp.float8_e4m3fn, **how | {"page_tokens": 128})
+    assert not caplog.messages
 
 
 WIDE = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
@@ -234,8 +252,6 @@ def test_index_keys_in_a_layout_of_their_own(name, keys):
 def test_who_reads_index_keys_in_4_bits(monkeypatch):
     """A step's kernel reads pages; a chunk's has keys that were unpacked for all its queries."""
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-    if not library.variants_for("indexer_scores", paged=True):
-        pytest.skip("not built")
     layer = from_config(MODELS["v4.1"] | WIDE | {"index_n_heads": 32})[1]
     cache = jax.eval_shape(lambda: layer.cache(2, 4096, jnp.float4_e2m1fn))
 

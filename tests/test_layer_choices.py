@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import indexer_loss
 from jax_dsv4_fmha.layers import Shared
 from tests.test_layers import hidden, model, random_params, stack
 
@@ -91,14 +90,14 @@ def test_a_given_choice_over_a_cache(method):
 
 
 def test_gradient_and_loss_of_a_replay():
-    """As of the layer's own choice, where that is what is given; the loss is of the given entries."""
+    """They are those of the layer's own choice, if that is given; the loss is of the given entries."""
     layers, params = model("v4")
     layer, p, x = layers[1], params[1], hidden(2, 24)
     chosen = jax.jit(layer)(p, x).indices
 
     def loss(p, indices):
         out = layer(p, x, indices=indices)
-        return (out.y**2).sum(), indexer_loss(**out.choice()._asdict(), sink=p["sink"]).sum()
+        return (out.y**2).sum(), layer.indexer_loss(p, out).sum()
 
     @jax.jit
     def gradients(indices):
@@ -112,6 +111,32 @@ def test_gradient_and_loss_of_a_replay():
         trained = [np.any(x) for x in jax.tree.leaves(one["indexer"])]
         assert all(trained) if i else not any(trained)
         assert not np.allclose(one["indexer"]["wq_b"], other["indexer"]["wq_b"]) or i == 0
+
+
+def test_a_loss_without_a_choice():
+    layers, params = model("v4")
+    layer, p, x = layers[1], params[1], hidden(2, 9)
+    loss = layer.indexer_loss(p, jax.jit(layer)(p, x[:, :3]))
+    assert loss.shape == (2, 3) and not loss.any()
+    with pytest.raises(ValueError, match="indexer_loss: layer: got one without an indexer, wanted one that chooses"):
+        layers[0].indexer_loss(params[0], layers[0](params[0], x))
+    out = jax.eval_shape(lambda: layer(p, x, layer.cache(2, 9, jnp.float32)))
+    with pytest.raises(ValueError, match="indexer_loss: out: got that of a chunk or a step, wanted a prompt's"):
+        layer.indexer_loss(p, out)
+    with pytest.raises(TypeError, match=r"indexer_loss: out: got float32\[2, 9, 24\], wanted an Output"):
+        layer.indexer_loss(p, x)
+
+
+def test_the_loss_of_a_layer_whose_keys_another_made():
+    """V4.1's: of the keys and entries that it was given."""
+    layers, params = model("v4.1")
+    x, shared = hidden(1, 12), Shared()
+    for layer, p in zip(layers, params, strict=True):
+        out = jax.jit(layer)(p, x, shared=shared)
+        if layer.indexer is not None:
+            loss = layer.indexer_loss(p, out, shared)
+            assert loss.shape == (1, 12) and float(loss.max()) > 0
+        x, shared = x + out.y, shared.after(out)
 
 
 def test_a_layer_that_never_chooses():

@@ -42,7 +42,7 @@ def published(name):
      ("float4_e2m1fn", "bfloat16", 1360)],
 )  # fmt: skip
 def test_bytes_of_v41_a_token(dtype, keys, size):
-    """What its pools of entries and index keys take, as examples/deepseek_v4/serve.py counts and docs/tutorials say."""
+    """Its pools of entries and index keys take what examples/deepseek_v4/serve.py counts and docs/tutorials say."""
     how = {"keys": keys, "block_table": jnp.zeros((1, 4), jnp.int32), "page_tokens": 256}
     caches = [layer.cache(1, 1024, dtype, **how) for layer in from_config(published("v4.1"))]
     pools = [x for cache in caches for x in (cache.compressed, cache.keys) if x is not None]

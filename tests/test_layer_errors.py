@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Pspec
 
 from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha.layers import (
@@ -36,6 +38,10 @@ AT = jnp.arange(8, dtype=jnp.int32)[None]
 STATE, CACHE = COMPRESSOR.state(2, 2), LAYER.cache(2, 16, jnp.float32)
 TABLE = np.arange(4, dtype=np.int32).reshape(2, 2)
 OF_WINDOW = LAYERS[0].cache(2, 16, jnp.float32)
+
+
+WIDE = from_config(MODELS["v4"] | {"head_dim": 512, "index_head_dim": 128})[1]  # whose caches may be packed
+WIDE_P = jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(WIDE.init, jax.random.key(0)))
 
 
 def extend(x=X, state=STATE, start=START, lengths=START + 8, of=COMPRESSOR, p=PC):
@@ -103,6 +109,21 @@ SIZES = [
     (lambda: LAYER.cache(2, 8, block_table=TABLE, pages=3), r"block_table: got page 3, wanted pages below the pool"),
     (lambda: LAYER.cache(2, 8, block_table=TABLE).with_block_table(TABLE[:, :1]),
      r"with_block_table: block_table: got int32\[2, 1\], wanted int32\[b=2, n=2\]"),
+    (lambda: LAYER.cache(2, 8, block_table=TABLE).with_block_table(TABLE + 1),
+     r"with_block_table: block_table: got page 4, wanted pages below the pool's 4"),
+    (lambda: changed(sparse=1), r"DSV4Attention: sparse: got 1, wanted a bool"),
+    (lambda: changed(norm_heads="no"), r"DSV4Attention: norm_heads: got no, wanted a bool; 'no' is a str"),
+    (lambda: Compressor(24, 4, 4, overlap=None), r"Compressor: overlap: got None, wanted a bool"),
+    (lambda: dataclasses.replace(INDEXER, within_candidates=2), r"Indexer: within_candidates: got 2, wanted a bool"),
+    (lambda: CACHE.fork(5, 0), r"fork: source: got 5, wanted an int, or an int32 scalar, of 0 to 1"),
+    (lambda: CACHE.fork(0, 7), r"fork: target: got 7, wanted"),
+    (lambda: CACHE.fork(-1, 0), r"fork: source: got -1, wanted"),
+    (lambda: CACHE.fork(0, np.int64(2)), r"fork: target: got 2, wanted"),
+    (lambda: CACHE.fork(1.0, 0), r"fork: source: got 1.0, wanted"),
+    (lambda: CACHE.fork(True, 0), r"fork: source: got True, wanted"),
+    (lambda: CACHE.fork("1", 0), r"fork: source: got 1, wanted .*; '1' is a str"),
+    (lambda: CACHE.fork(0, START), r"fork: target: got int32\[2\], wanted"),
+    (lambda: CACHE.fork(0, START[0] * 1.0), r"fork: target: got float32\[\], wanted"),
 ]  # fmt: skip
 OPERANDS = [
     (lambda: COMPRESSOR(PC, None), r"Compressor: x: got None, wanted bfloat16 or float16 or float32\[b, s, 24\]"),
@@ -122,10 +143,11 @@ OPERANDS = [
     (lambda: LAYER(P, X, zigzag=2), r"zigzag: got 2, wanted of 8 tokens 4 chunks of whole blocks, of 4 tokens"),
     (lambda: LAYER(P, X, CACHE, zigzag=1), r"DSV4Attention: zigzag: got 1, wanted None with a cache"),
     (lambda: zigzag(X, 3), r"zigzag: x: got float32\[2, 8, 24\], wanted a multiple of 6 on axis 1"),
-    (lambda: zigzag(jnp.arange(8), 2), "zigzag: axis: got 1, wanted an axis of x, which has 1"),
-    (lambda: unzigzag(X, 2, axis=-4), "unzigzag: axis: got -4, wanted an axis of x, which has 3"),
-    (lambda: zigzag(X, 2, axis=None), "zigzag: axis: got None, wanted an axis of x"),
+    (lambda: zigzag(X, 2, axis=None), "zigzag: axis: got None, wanted an axis of float32"),
     (lambda: unzigzag(X, 1.5), r"unzigzag: devices: got 1.5, wanted an int >= 1"),
+    (lambda: zigzag(X[0, :, 0], 2), r"zigzag: axis: got 1, wanted an axis of float32\[8\]"),
+    (lambda: unzigzag(X, 2, axis=-4), r"unzigzag: axis: got -4, wanted an axis of float32\[2, 8, 24\]"),
+    (lambda: zigzag(X, 2, axis=1.0), r"zigzag: axis: got 1.0, wanted an axis"),
     (lambda: COMPRESSOR(PC, X, AT), r"Compressor: packed: got int32\[1, 8\], wanted what `packed_blocks` finds, or N"),
     (lambda: COMPRESSOR(PC, X, packed_blocks(AT, 4)), r"packed.place: got int32\[1, 8\], wanted int32\[2, 8\]"),
     (lambda: COMPRESSOR.tokens(PC, X, AT[0]), r"Compressor: positions: got int32\[8\], wanted int32\[b=2 or 1, s=8\]"),
@@ -165,13 +187,24 @@ LAYER_CALLS = [
     (lambda: LAYER.step(P, X, CACHE._replace(tokens=None), lengths=8), r"cache.tokens: got None, wanted what `Compr"),
     (lambda: LAYER(P, X, LayerCache(*[c.entries for c in CACHE])), r"cache.window: got float32.*, wanted a Cache"),
     (lambda: LAYER(P, X, LAYER.cache(2, 16)), r"cache.window.entries: got bfloat16.*, wanted float32\[b=2, page, d=16"),
+    (lambda: WIDE(WIDE_P, X, WIDE.cache(2, 16, jnp.float8_e4m3fn)),
+     r"x: got float32\[2, 8, 24\], wanted bfloat16, with a cache in the layout v4_fp8"),
+    (lambda: WIDE.step(WIDE_P, X.astype(jnp.float16), WIDE.cache(2, 16, jnp.float4_e2m1fn, steps=8), lengths=8),
+     r"x: got float16\[2, 8, 24\], wanted bfloat16, with a cache in the layout v4_fp8"),
     (lambda: LAYER(P, X, LAYER.cache(3, 16, jnp.float32)), r"cache.window.entries: got float32\[3, .*\[b=2, page, d"),
     (lambda: LAYER.step(P, X[:, :1], None, lengths=1), r"cache: got None, wanted a LayerCache"),
     (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, start=START[:1]), r"start: got int32\[1\], wanted int32\[b=2\]"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=20),
+     r"lengths: got 20 tokens, wanted a sequence whose entries of 4 tokens are at most the 4 that the cache has room"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=np.array([3, 20], np.int32)), r"lengths: got 20 tokens, wanted a"),
+    (lambda: LAYER(P, X, CACHE, start=12), r"start: got 20 tokens, wanted a sequence whose entries of 4 tokens are at"),
+    (lambda: LAYER(P, X, CACHE, start=START, lengths=np.full(2, 20, np.int32)), r"lengths: got 20 tokens, wanted a se"),
     (lambda: LAYER(P, X, shared=X), r"shared: got float32\[2, 8, 24\], wanted a Shared or None"),
     (lambda: OF_V41[4](P_V41[4], X), r"shared.compressed: got None, wanted .*\[b=2, s=8, 32\]"),
     (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 32)))), r"shared.indices: got None, wanted int32"),
     (lambda: OF_V41[2](P_V41[2], X, shared=Shared(jnp.zeros((2, 3, 32)))), r"shared.compressed: .*wanted .*\[b=2, s=4"),
+    (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 32), jnp.bfloat16))),
+     r"shared.compressed: got bfloat16\[2, 8, 32\], wanted float32\[b=2, s=8, 32\]"),
     (lambda: OF_V41[5](P_V41[5], X, shared=Shared(jnp.zeros((2, 8, 32)))), r"shared.keys: got None, wanted"),
     (lambda: OF_V41[5](P_V41[5], X, shared=Shared(*[jnp.zeros((2, 8, 32))] * 2)), r"shared.blocks: got None, wanted"),
     (lambda: OF_V41[4].step(P_V41[4], X, OF_V41[4].cache(2, 9, jnp.float32), lengths=8),
@@ -184,6 +217,14 @@ def test_error(call, message):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         jax.eval_shape(lambda: (call(), None)[1])
     assert type(raised.value) in (ValueError, TypeError)
+
+
+def test_a_fork_by_numbers_that_are_known_when_it_runs():
+    """Nothing is copied from a sequence that the batch does not have, and nothing to one."""
+    cache = OF_WINDOW._replace(window=Cache(OF_WINDOW.window.entries.at[1].set(1.0)))
+    fork = jax.jit(lambda cache, source, target: cache.fork(source, target).window.entries[:, 0, 0])
+    forks = {(0, 1): [0, 0], (1, 0): [1, 1], (5, 0): [0, 1], (-1, 0): [0, 1], (0, -1): [0, 1], (0, 7): [0, 1]}
+    assert {at: fork(cache, *at).tolist() for at in forks} == forks
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -287,6 +328,35 @@ def test_state_dict_of_v41_under_v4s_names():
         ValueError, match=r"tensors: got no indexer.k_norm under these names, wanted indexer.k_norm.wei"
     ):
         from_state_dict(OF_V41[1], tensors)
+
+
+def test_a_scale_that_is_left_over():
+    """The matrix was multiplied by it before, in bfloat16 say."""
+    scale = {"a.wq_b.scale": np.ones((1, 1), np.float32)}
+    with pytest.raises(
+        ValueError, match=r"a.wq_b.weight: got float32\[64, 12\], wanted no wq_b.scale, which scales e4m3"
+    ):
+        from_state_dict(LAYER, good() | scale, "a.")
+
+
+def test_heads_over_more_devices_than_there_are_groups():
+    """o_groups is named where the mesh is known; JAX names neither it nor a parameter."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    message = r"DSV4Attention: o_groups: got 2 for the 4 devices of heads, wanted a multiple of the devices that share"
+    with pytest.raises(ValueError, match=message):
+        LAYER.partition("heads", mesh)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        LAYER.partition("heads")
+    with pytest.raises(ValueError, match=r"heads: got tensor, wanted axes of the mesh, heads"):
+        LAYER.partition("tensor", mesh)
+    specs = LAYER.partition("heads")
+    with jax.set_mesh(mesh):
+        assert LAYER.partition("another mesh's")["wo_a"] == Pspec("another mesh's")
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    with pytest.raises(
+        ValueError, match=r"from_state_dict: shardings of wo_a: got NamedSharding.*wanted one for \[2, 2"
+    ):
+        from_state_dict(LAYER, good(), "a.", shardings=where)
 
 
 def test_state_dict_with_scales_twice_or_without_values():

@@ -25,14 +25,14 @@ MODELS_HERE = MODELS | {
                             "compress_rates": {"heavily_compressed_attention": 16}},
 }  # fmt: skip
 OF_KERNELS = MODELS_HERE["v4"] | {
-    "num_attention_heads": 16, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16,
+    "num_attention_heads": 16, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32,
     "index_topk": 64, "compress_rates": {"heavily_compressed_attention": 16},
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Call:
-    """What every place does in a call of so many tokens: how many are right; the rest of a step is a draft that is
+    """Every place's part in a call of so many tokens: how many are right; the rest of a step is a draft that is
     taken back, and that of a chunk padding. None is an idle place, and "new" one that begins another sequence.
 
     In a step that is not causal, tokens see each other, and all are taken back.
@@ -163,7 +163,7 @@ def test_kept(history):
 
 
 def read_later(layer, cache, n, place):
-    """What later tokens of a sequence of n tokens read of its caches and its compressors' states."""
+    """Returns what later tokens of a sequence of n tokens read of its caches and its compressors' states."""
 
     def taken(part, first, last):
         positions = jnp.broadcast_to(jnp.arange(first, last, dtype=jnp.int32), (PLACES, last - first))
@@ -290,7 +290,7 @@ ROWS = st.tuples(*[st.lists(st.integers(1, 20), max_size=6).map(tuple)] * PLACES
 
 @pytest.mark.parametrize("name", ["v4", "long blocks"])
 def test_documents(name):
-    """As long as blocks, shorter, one token longer."""
+    """Prompts are as long as blocks, shorter, and one token longer."""
     check_documents(name, ((8, 1, 1, 16, 3), (), (17, 15, 4, 4)))
 
 

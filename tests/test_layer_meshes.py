@@ -148,7 +148,7 @@ def moved(kind, call, how, axes="Auto", packed=False):
 def close(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x, y = np.asarray(x), np.asarray(y)
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, np.abs(y).max()))
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, np.abs(y).max(initial=0)))
 
 
 def run(f, xs, want, mesh=None):
@@ -195,7 +195,7 @@ def test_every_two_choices_meet_in_a_plain_run():
 
 @pytest.mark.parametrize("kind, call", [("window", "step"), ("sparse", "chunk"), ("dense", "chunk")])
 def test_outside_of_jit_without_a_mesh_that_is_set(kind, call):
-    """Where every operation is a program of its own, and what has no place yet goes where the batch is."""
+    """Every operation is a program of its own then, and what has no place yet goes where the batch is."""
     params, x, cache, shared, at = operands(kind, call)
     placed_params, x, cache, *_ = placed(kind, (params, x, cache, shared, at), mesh_of("Explicit"), batch="data")
     close(called(kind, call)(placed_params, x, cache, shared, at), expected(kind, call))
@@ -336,11 +336,64 @@ def test_rope_of_operands_that_are_not_placed_alike():
         assert run(f, xs, want) == {}
 
 
+def of_size_1(kind, call, heads):
+    """Operands of one sequence, over an Explicit axis of size 1, and the function of them."""
+    mesh = jax.make_mesh((1, 4), ("data", "tensor"), axis_types=AXES["Explicit"], devices=jax.devices("cpu")[:4])
+    params, *others = operands(kind, call)
+    one = (params, *jax.tree.map(lambda x: x[:1], others))
+    return one, placed(kind, one, mesh, batch="data", heads=heads)
+
+
+@pytest.mark.parametrize("heads", [None, "tensor"])
+@pytest.mark.parametrize("call", [*CALLS, "documents", "pages"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_sequence_over_an_axis_of_size_1(kind, call, heads):
+    """Results lie where x and the cache do, as over any other axis."""
+    form = {"documents": "whole", "pages": "step"}.get(call, call)
+    _, xs = of_size_1(kind, form, heads)
+    params, x, cache, shared, at = xs
+    f = called(kind, form)
+    if call == "documents":
+        ids = put(x.sharding.mesh, jnp.zeros((1, S), jnp.int32), "data")
+        f = lambda params, x, *_: layers()[kind](params, x, shared=shared, segment_ids=ids)  # noqa: E731
+    if call == "pages" and cache.compressed is not None:
+        table = put(x.sharding.mesh, jnp.arange(2, dtype=jnp.int32)[None], "data")
+        pool = Cache(put(x.sharding.mesh, normal(1, 2, 8, layers()[kind].d)), table)
+        cache = cache._replace(compressed=pool)
+    out = jax.eval_shape(f, params, x, cache, shared, at)
+    if call == "gradient":
+        for part, like in zip(jax.tree.leaves(out), jax.tree.leaves((params, x)), strict=True):
+            assert part.sharding.spec == jax.typeof(like).sharding.spec
+        return
+    assert out.y.sharding.spec == P("data", None, None)
+    for part, like in zip(jax.tree.leaves(out.cache), jax.tree.leaves(cache), strict=True):
+        assert part.sharding.spec == jax.typeof(like).sharding.spec
+
+
+@pytest.mark.parametrize("call", ["chunk", "step", "gradient"])
+def test_the_numbers_of_one_sequence_over_an_axis_of_size_1(call):
+    one, xs = of_size_1("sparse", call, "tensor")
+    run(called("sparse", call), xs, jax.jit(called("sparse", call))(*one))
+
+
+@pytest.mark.parametrize("how", [{"batch": "data"}, {"batch": "data", "heads": "tensor"}, {"heads": "tensor"}])
+@pytest.mark.parametrize("kind, s", [("sparse", 3), ("dense", 15), ("sparse", 1)])
+def test_a_prompt_shorter_than_a_block(kind, s, how):
+    """There are no entries to make, to gather or to reshape; on Explicit axes JAX refuses to reshape what is empty."""
+    params, x, *others = operands(kind, "whole")
+    xs = (params, x[:, :s], *others)
+    on_mesh = placed(kind, xs, mesh_of("Explicit"), **how)
+    for call in ("whole", "gradient"):
+        jax.eval_shape(called(kind, call), *on_mesh)
+    if how == {"batch": "data"}:
+        assert run(called(kind, "whole"), on_mesh, jax.jit(called(kind, "whole"))(*xs)) == {}
+
+
 # Errors
 
 
 def test_errors():
-    """What Explicit axes must not shard, in words."""
+    """An error says what Explicit axes must not shard."""
     layer, mesh = layers()["dense"], mesh_of("Explicit")
     params, x, cache, _, at = xs = operands("dense", "chunk")
     plain = placed("dense", xs, mesh, batch="data")

@@ -249,7 +249,7 @@ def test_tables_and_forks_on_a_mesh(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents(name):
-    """In one call each document gives the result that it gives alone, to the last of three layers; so do the
+    """Each document gives in one call the result that it gives alone, to the last of three layers; so do the
     gradients.
     """
     lengths = ((13, 3, 17, 7), (1, 22, 9, 8))
@@ -290,13 +290,24 @@ def test_documents_in_two_levels():
 
 
 def test_a_nan_stays_in_its_document():
-    """Where a block of 4 tokens ends next to the rest of another document, too."""
+    """A block of 4 tokens may end next to the rest of another document."""
     layers, params = model("v4")
     ids, x = jnp.asarray([[1] * 6 + [2] * 11 + [3] * 7], jnp.int32), hidden(1, 24)
     f = jax.jit(lambda x: layers[1](params[1], x, segment_ids=ids).y)
     got, want = f(jnp.where((ids == 2)[..., None], jnp.nan, x)), f(x)
     assert jnp.isnan(got[ids == 2]).all()
     np.testing.assert_array_equal(got[ids != 2], want[ids != 2])
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+def test_a_deterministic_gradient(kind, deterministic):
+    """Attention's gradient is then by kernels that find bounds of each key's gradient first."""
+    layer, p, x = of_kernels(kind)
+    loss = lambda p: layer(p, x, deterministic=deterministic).y.astype(jnp.float32).sum()  # noqa: E731
+    text = jax.jit(jax.grad(loss)).trace(p).lower(lowering_platforms=("cuda",)).as_text()
+    assert "_bwd" in text and ("_bounds" in text) == deterministic
 
 
 @pytest.mark.gpu
@@ -322,6 +333,7 @@ def test_kernels(kind, packed):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.usefixtures("cuda")
 def test_a_long_prompt_compiles_soon():
     """XLA took minutes to compile the sums of 128 tokens where there are many blocks."""
@@ -372,7 +384,7 @@ def test_ragged_steps_by_kernels(kind, is_causal):
 
 def of_kernels(kind):
     """A layer that kernels run, its parameters, and sequences."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 64}
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 64}
     layer = from_config(MODELS["v4"] | sizes | {"num_attention_heads": 16})[kind]
     return layer, random_params(layer, kind), hidden(2, 90).astype(jnp.bfloat16)
 

@@ -13,17 +13,15 @@ from interpreter.kernels import attention, cases, command, native
 from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
-from kernels.abi import ANY, E4M3, TO_E4M3, Combine, Forward
+from interpreter.machine import scheduler
+from kernels.abi import ANY, Combine, Forward
 from kernels.packings import PACKED
+from kernels.variants import typical
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 V41, V41_FP4, V4_FP4 = "v41_fp8", "v41_fp4", "v4_fp4"
 COMBINE = {(v.arch, v.dtype): v.key for v in native.built(Combine)}
-ALIKE = {
-    v.key
-    for v in map(native.variant_of, BUILT)
-    if v.dtype == "float16" or v.max_heads in (8, 32) or {V41, V4_FP4} & {*v.sources}
-}
+ALIKE = {v.key for v in map(native.variant_of, BUILT) if typical(v) != v}
 RUNS = [  # those have the same code as others: one case, which may be of COMPARED
     (v.key, case)
     for v in map(native.variant_of, BUILT)
@@ -37,7 +35,7 @@ QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("t
 
 def marked(key: str, case: str, is_slow: bool = False) -> Any:
     variant = native.variant_of(key)
-    is_slow |= variant.turns and case not in QUICK[TO_E4M3.get(variant.op, variant.op)]
+    is_slow |= variant.turns and case not in QUICK[variant.name]
     is_slow |= variant.is_e4m3 and case == "mixed"
     return pytest.param(key, case, marks=pytest.mark.slow) if is_slow else (key, case)
 
@@ -56,7 +54,7 @@ def operands(key: str, case: str) -> attention.Operands:
     k = kernel(key)
     x = cases.operands(k.variant, k.facts["tile_n"], case)
     if x is None:
-        pytest.skip(f"{case} is no case of {k.variant.op}")
+        pytest.skip(f"{case} is no case of {k.variant.name}")
     return x
 
 
@@ -113,7 +111,7 @@ def test_splits_are_merged_right(key, case):
     """
     x, (seed, *_) = operands(key, case), seeds(key, case)
     forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
-    forward.machine.run()
+    scheduler.run(forward.machine)
     merged = combine(merging(kernel(key).variant), forward, seed=seed)
     judge(merged.run(), x, merged.scale)
 
@@ -174,10 +172,10 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     poisoned = window.k.copy()
     poisoned[:, bad] = np.nan
     spoilt_window = dataclasses.replace(window, k=poisoned, v=poisoned)
-    if x.op in E4M3:
-        spoilt_window = attention.as_codes(spoilt_window, x.op)
+    if x.is_e4m3:
+        spoilt_window = attention.as_codes(spoilt_window, x.mode)
     spoilt = dataclasses.replace(x, sources=(spoilt_window, entries))
-    (want, *_), (got, *_) = (launch(k, y, processors=1).run() for y in (x, spoilt))
+    (want, _), (got, _) = (launch(k, y, processors=1).run() for y in (x, spoilt))
     o = got.astype(np.float32)
     assert np.isnan(o[:, sees]).all()
     np.testing.assert_array_equal(o[:, ~sees], want.astype(np.float32)[:, ~sees])
@@ -194,11 +192,10 @@ def test_a_span_ends_where_its_keys_do(key):
     judge(run.run(), x, run.scale)
 
 
-COMPARED = [  # beside the cases that run in any order; for few heads and turned q, float16 differs only in conversions
+COMPARED = [  # beside the cases that run in any order
     run
     for run in hardware.ATTENTION
     if run.variant.key in BUILT
-    if run.variant.dtype == "bfloat16" or (run.variant.max_heads == ANY and not run.variant.turns)
     if V41 not in run.variant.sources or (V41_FP4 in run.variant.sources and run.variant.max_heads < ANY)
     if run.splits > 1 or (run.variant.key, hardware.CASE) not in RUNS
 ]
@@ -210,7 +207,7 @@ def test_agrees_with_hardware(recorded):
     x = operands(variant.key, hardware.CASE)
     run = launch(kernel(variant.key), x, splits=splits, processors=1)
     if splits > 1:
-        run.machine.run()
+        scheduler.run(run.machine)
         run = combine(merging(variant), run)
     assert_as_on_hardware(run.run(), recorded, x)
 

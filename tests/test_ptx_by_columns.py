@@ -12,11 +12,12 @@ from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, by_columns, native
 from interpreter.kernels.launch import Kernel, launch
+from interpreter.machine import scheduler
 from interpreter.machine.hazards import Misuse, Race, Undefined
 from kernels.abi import RowColumns, RowScores
 
 BUILT = {v.key: v for family in (RowScores, RowColumns) for v in native.built(family)}
-COLUMNS = "row_columns_sm_90a_d512_{}"
+COLUMNS = "row_columns_sm_90a_d512_bfloat16"
 KEY = "mla_sparse_fwd_by_columns_sm_90a_d512_bfloat16"
 
 
@@ -34,28 +35,27 @@ def operands(key, **extents):
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "packing", "extents"),
+    ("op", "packing", "extents"),
     [
-        ("csa_fwd", "bfloat16", "", {"h_q": 70, "topk": 200, "width": 150}),
+        ("csa_fwd", "", {"h_q": 70, "topk": 200, "width": 150}),
         *(
             pytest.param(*x, marks=pytest.mark.slow)
             for x in (
-                ("mla_sparse_fwd", "float16", "", {"h_q": 64, "s_q": 3, "topk": 200}),
-                ("dsv4_decode", "bfloat16", "", {"h_q": 33, "topk": 130}),
-                ("dsv4_decode", "bfloat16", "v4_fp8", {"h_q": 100, "topk": 200}),
-                ("dsv4_decode", "bfloat16", "v4_fp4", {"h_q": 66, "s_kv": 70, "topk": 80}),
-                ("dsv4_decode", "bfloat16", "v41_fp4", {"h_q": 64, "s_kv": 70, "topk": 80}),
+                ("mla_sparse_fwd", "", {"h_q": 64, "s_q": 3, "topk": 200}),
+                ("dsv4_decode", "", {"h_q": 33, "topk": 130}),
+                ("dsv4_decode", "v4_fp8", {"h_q": 100, "topk": 200}),
+                ("dsv4_decode", "v4_fp4", {"h_q": 66, "s_kv": 70, "topk": 80}),
+                ("dsv4_decode", "v41_fp4", {"h_q": 64, "s_kv": 70, "topk": 80}),
             )
         ),
     ],
 )
-def test_the_bits_are_those_of_one_launch(op, dtype, packing, extents):
-    key = (
-        f"{op}_sm_90a_d512_{dtype}" + f"_{packing}" * bool(packing) + "_h64" * (packing != "" and extents["h_q"] <= 64)
-    )
+def test_the_bits_are_those_of_one_launch(op, packing, extents):
+    packed = f"_{packing}" * bool(packing)
+    key = f"{op}_sm_90a_d512_bfloat16{packed}" + "_h64" * (packing != "" and extents["h_q"] <= 64)
     x = operands(key, seed=3, **extents)
-    scores = kernel(f"{op}_by_columns_sm_90a_d512_{dtype}" + f"_{packing}" * bool(packing))
-    got = by_columns.run(scores, kernel(COLUMNS.format(dtype)), x)
+    scores = kernel(f"{op}_by_columns_sm_90a_d512_bfloat16{packed}")
+    got = by_columns.run(scores, kernel(COLUMNS), x)
     whole = launch(Kernel.of(native.variant_of(key)), x).run()
     assert all((a.view(np.uint8) == b.view(np.uint8)).all() for a, b in zip(got, whole, strict=True))
     attention.assert_right(got, x, 512**-0.5)
@@ -65,7 +65,7 @@ def test_the_bits_are_those_of_one_launch(op, dtype, packing, extents):
 def test_more_tiles_of_keys_than_fit_into_shared_memory():
     """And two more than there is need for."""
     x = operands("mla_sparse_fwd_sm_90a_d512_bfloat16", s_q=2, h_q=33, topk=64 * 23 + 5)
-    got = by_columns.run(kernel(KEY), kernel(COLUMNS.format("bfloat16")), x, room=26)
+    got = by_columns.run(kernel(KEY), kernel(COLUMNS), x, room=26)
     attention.assert_right(got, x, 512**-0.5)
 
 
@@ -165,14 +165,14 @@ def problem(**extents):
 
 @functools.cache
 def scored(**extents):
-    (machine := by_columns.score(kernel(KEY), problem(**extents))).run()
+    scheduler.run(machine := by_columns.score(kernel(KEY), problem(**extents)))
     return machine
 
 
 def run_with(fault, seed):
-    columns, case = kernel(COLUMNS.format("bfloat16")), fault.case or {}
+    columns, case = kernel(COLUMNS), fault.case or {}
     faulty = replace(columns, ptx=fault.planted_in(columns.ptx))
-    by_columns.add_columns(faulty, problem(**case), scored(**case), seed=seed).run()
+    scheduler.run(by_columns.add_columns(faulty, problem(**case), scored(**case), seed=seed))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -10,6 +10,7 @@ import pytest
 from interpreter.edits import replacing
 from interpreter.faults import PlantedFault, interpret
 from interpreter.machine.copies import TensorMap
+from interpreter.machine.decode import Code
 from interpreter.machine.handwritten import SYNC, Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined
 from interpreter.machine.parser import parse
@@ -466,9 +467,9 @@ def test_finds(fault):
 
 
 def test_refuses_a_launch_in_other_clusters():
-    program, memory = parse(pair(EXCHANGE).ptx), new_memory()
+    code, memory = Code.of(parse(pair(EXCHANGE).ptx)), new_memory()
     given = {"threads": 32, "smem_bytes": 0, "params": bytes(144), "memory": memory, "events": memory.events}
     with pytest.raises(Misuse, match="launched in clusters of 1, the kernel wants 2"):
-        Machine(program, grid=2, cluster_size=1, **given)
+        Machine(code, grid=2, cluster_size=1, **given)
     with pytest.raises(Misuse, match="a grid of 3 CTAs is not made of clusters of 2"):
-        Machine(program, grid=3, **given)
+        Machine(code, grid=3, **given)

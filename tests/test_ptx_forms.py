@@ -10,7 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from interpreter.machine import scheduler
 from interpreter.machine.copies import TensorMap
+from interpreter.machine.decode import Code
 from interpreter.machine.handwritten import Handwritten, wait
 from interpreter.machine.hazards import Leak, Misuse, Race, Unsupported
 from interpreter.machine.parser import parse
@@ -164,12 +166,12 @@ def test_a_launch_of_three_dimensions():
   add.s64 %rd7, %rd4, %rd6;
   {stores}
 """
-    program = parse(Handwritten(body, cluster=6).ptx.replace("6, 1, 1", "2, 1, 3"))
+    code = Code.of(parse(Handwritten(body, cluster=6).ptx.replace("6, 1, 1", "2, 1, 3")))
     memory = new_memory()
     result = memory.add("result", None, 4 * len(registers) * 64 * 24)
     params = bytes(136) + result.to_bytes(8, "little")
     given = {"smem_bytes": 0, "params": params, "memory": memory, "events": memory.events}
-    Machine(program, grid=(4, 2, 3), threads=(8, 2, 4), cluster_size=(2, 1, 3), **given).run()
+    scheduler.run(Machine(code, grid=(4, 2, 3), threads=(8, 2, 4), cluster_size=(2, 1, 3), **given))
     got = memory.named("result").bytes.view(np.uint32).reshape(3, 2, 4, 4, 2, 8, len(names), 3)
     for cz, cy, cx, tz, ty, tx in itertools.product(*map(range, got.shape[:6])):
         want = [
@@ -184,7 +186,7 @@ def test_a_launch_of_three_dimensions():
         ]
         assert got[cz, cy, cx, tz, ty, tx].tolist() == want
     with pytest.raises(Misuse, match=r"a grid of \(4, 2, 2\) CTAs is not made of clusters of \(2, 1, 3\)"):
-        Machine(program, grid=(4, 2, 2), threads=64, cluster_size=(2, 1, 3), **given)
+        Machine(code, grid=(4, 2, 2), threads=64, cluster_size=(2, 1, 3), **given)
 
 
 # ---- bulk copies
@@ -270,13 +272,12 @@ def test_bulk_stores():
 
 def added_by_four(body, size):
     """What four CTAs of one warp add to so many bytes of zeros, in several orders."""
-    program = parse(Handwritten(body).ptx)
+    code = Code.of(parse(Handwritten(body).ptx))
     for seed in SEEDS:
         memory = new_memory()
         params = bytes(136) + add_cleared(memory, "result", size).to_bytes(8, "little")
-        Machine(
-            program, grid=4, threads=32, smem_bytes=65536, params=params, memory=memory, events=memory.events, seed=seed
-        ).run()
+        given = {"params": params, "memory": memory, "events": memory.events, "seed": seed}
+        scheduler.run(Machine(code, grid=4, threads=32, smem_bytes=65536, **given))
         yield memory.named("result").bytes
 
 
@@ -358,13 +359,13 @@ ASKED:
 
 def test_clusters_that_others_take_over():
     """Every CTA's work is done once; some is done by another CTA, and some CTAs begin themselves."""
-    program = parse(Handwritten(".reg .b128 %handle;" + COUNT, target="sm_100a").ptx)
+    code = Code.of(parse(Handwritten(".reg .b128 %handle;" + COUNT, target="sm_100a").ptx))
     begun = []
     for seed in range(12):
         memory = new_memory()
         result = memory.add("result", None, 6 * 128)
         machine = Machine(
-            program,
+            code,
             grid=(3, 2),
             threads=32,
             smem_bytes=1024,
@@ -373,7 +374,7 @@ def test_clusters_that_others_take_over():
             events=memory.events,
             seed=seed,
         )
-        machine.run()
+        scheduler.run(machine)
         assert memory.named("result").bytes.view(np.uint32).tolist() == [*range(6 * 32)]
         begun.append(sum(w.pc > 0 for w in machine.warps))
     print(begun)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from interpreter.kernels import attention, gradients, mla_backward, native
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
+from interpreter.machine import scheduler
 from kernels.abi import Combine, Forward, MlaBackward
 
 ATTENTION = [v.key for family in (Forward, MlaBackward) for v in native.built(family)]
@@ -73,10 +74,10 @@ def check(case: Case) -> None:
         return
     x = attention.operands(k.variant, **extents)
     run = launch(k, x, splits=case.splits, processors=case.processors, seed=case.seed)
-    run.machine.run()
+    scheduler.run(run.machine)
     if case.splits > 1:
         run = combine(kernel(COMBINE[k.variant.arch, k.variant.dtype]), run, seed=case.seed)
-        run.machine.run()
+        scheduler.run(run.machine)
     judge(run.results(), x, run.scale)
 
 

@@ -17,7 +17,7 @@ from interpreter.kernels import attention, gradients, mla_backward, native
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
-from kernels.abi import BOUNDS, MlaBackward
+from kernels.abi import MlaBackward
 
 BUILT = [v.key for v in native.built(MlaBackward) if v.arch == "sm_90a"]
 ALL_KEYS = 1 << 30  # a width
@@ -53,23 +53,10 @@ RUNS = [run for run in TURNING if run[0] in BUILT] + [
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in SHAPES
-    if (
-        not v.turns
-        and (
-            v.dtype == "bfloat16"
-            and not v.deterministic
-            and (case != "groups" or v.op == "mla_span_bwd")
-            and not is_like(v, case)
-        )
-    )
-    or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
-    or (
-        v.deterministic
-        and v.dtype == "bfloat16"
-        and (BOUNDS.get(v.op, v.op), case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
-    )
-    or (v.bounds and v.dtype == "float16" and (v.op, case) == ("mla_sparse_bounds", "few"))
-    or (v.bounds and v.dtype == "bfloat16" and (v.op, case) == ("hca_bounds", "window"))
+    if (not v.turns and not v.deterministic and (case != "groups" or v.op == "mla_span_bwd") and not is_like(v, case))
+    or ((v.name, case) == ("csa_bwd", "few") and not v.deterministic)
+    or (v.deterministic and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns")))
+    or (v.bounds and (v.op, case) in (("mla_sparse_bwd", "few"), ("hca_bwd", "window")))
 ]
 
 
@@ -133,7 +120,7 @@ def test_what_is_not_finite_marks_the_keys_that_see_it():
 
 # ---- against the chip
 
-COMPARED = ("mla_span_bwd_sm_90a_d512_bfloat16", "csa_bwd_sm_90a_d512_float16_deterministic")
+COMPARED = ("mla_span_bwd_sm_90a_d512_bfloat16", "csa_bwd_sm_90a_d512_bfloat16_deterministic")
 
 
 @pytest.mark.parametrize("key", COMPARED)

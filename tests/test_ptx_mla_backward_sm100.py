@@ -33,12 +33,12 @@ RUNS = [
     (f"{op}_bwd_sm_100f_d512_bfloat16", case)
     for op, of_op in {
         "mla_sparse": ("heads", "turns", "few", "window"),
-        "csa": ("turns",),
+        "csa": ("turns", "few"),
         "hca": ("tiles", "few"),
         "mla_span": ("tiles", "window", "few", "groups"),
     }.items()
     for case in of_op
-] + [("csa_bwd_sm_100f_d512_float16", "few")]
+]
 TWICE = ("heads",)
 SLOW = {("mla_sparse", "window"), ("csa", "turns"), ("hca", "tiles"), ("mla_span", "tiles")}
 

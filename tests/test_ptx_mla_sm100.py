@@ -39,20 +39,19 @@ UNPACKING = {  # what warps unpack is other code for each format and number of C
     f"{DECODE}_v41_fp4": ("few", "turns"),
     f"{DECODE}_v41_fp4_h64": ("few",),
 }
-RUNS = [  # float16 is the same code up to conversions; `cases` has the ops of a layer, where CASES has more for fmha
+RUNS = [  # `cases` has the ops of a layer, where CASES has more for fmha
     (key, case)
     for key, v in LATENTS.items()
     for case in (CASES if v.sources == ("span",) else UNPACKING.get(key, ("tiles", "few", "turns")))
-    if v.dtype == "bfloat16" or case in ("three tiles, ragged", "few")
     if case != RISES  # large keys are large values there; there is another list for them
 ]
-RUNS += [(key, RISING) for key, v in LATENTS.items() if v.op == "mla_sparse_fwd" and v.dtype == "bfloat16"]
+RUNS += [(key, RISING) for key, v in LATENTS.items() if v.op == "mla_sparse_fwd"]
 SPLITTING = {"mla_span": "three tiles, ragged", "csa": "turns", "dsv4": "turns"}
 RUNS += [
     (key, SPLIT + case)
     for op, case in SPLITTING.items()
     for key, v in LATENTS.items()
-    if v.op.startswith(op) and v.dtype == "bfloat16" and key not in UNPACKING
+    if v.op.startswith(op) and key not in UNPACKING
 ]
 
 

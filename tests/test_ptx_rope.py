@@ -35,13 +35,12 @@ def variant(op, arch, dtype="bfloat16"):
 
 
 @every_arch
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_codes_are_those_of_the_steps_apart(arch, dtype):
+def test_codes_are_those_of_the_steps_apart(arch):
     """Bit for bit: what `rope_hadamard` writes, quantized by NumPy, for rows of all sizes, down to subnormals."""
-    apart, at_once = (variant(op, arch, dtype) for op in ("rope_hadamard", "index_query"))
+    apart, at_once = (variant(op, arch) for op in ("rope_hadamard", "index_query"))
     x = Problem.of(at_once, *SHAPE)
     sizes = 2.0 ** -np.arange(x.x[..., 0].size).reshape(*x.x.shape[:3], 1)
-    x = replace(x, x=(x.x * sizes).astype(dtype))
+    x = replace(x, x=(x.x * sizes).astype(x.x.dtype))
     rows = run(replace(x, variant=apart)).reshape(-1, x.x.shape[-1]).astype(np.float32)
     scales = np.maximum(np.abs(rows).max(-1, keepdims=True), np.float32(1e-4)) * np.float32(1 / 448)
     codes = np.clip(rows / scales, -448, 448).astype(ml_dtypes.float8_e4m3fn)

@@ -13,10 +13,10 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, native
 from interpreter.kernels.launch import Kernel, launch
 from interpreter.machine.hazards import Misuse, Race, Undefined
-from kernels.abi import SPAN_OF_FEW_HEADS, Forward
+from kernels.abi import FEW_HEADS, PLAIN, Forward, name_of
 
 BUILT = {v.key for v in native.built(Forward)}
-SPANS, LISTS = f"{SPAN_OF_FEW_HEADS}_sm_90a_d512_bfloat16_h{{}}", "mla_sparse_fwd_sm_90a_d512_bfloat16_h{}"
+SPANS, LISTS = (f"{name}_sm_90a_d512_bfloat16_h{{}}" for name in (name_of("mla_span_fwd", FEW_HEADS), "mla_sparse_fwd"))
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def as_lists(x):
     start, length = source.seen_from, np.maximum(source.seen_to - source.seen_from, 0)
     topk = max(int(length.max()), 1)
     listed = replace(source, seen_from=(start[..., None] + np.arange(topk)).astype(np.int32), seen_to=length)
-    return replace(x, op="mla_sparse_fwd", sources=(listed,), shape=x.shape._replace(topk=topk))
+    return replace(x, op="mla_sparse_fwd", mode=PLAIN, sources=(listed,), shape=x.shape._replace(topk=topk))
 
 
 CALLS = {  # with keys of which no query sees any, and one query that sees nothing (`attention.operands`)

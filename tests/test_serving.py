@@ -340,7 +340,7 @@ def test_soak(cuda, layouts, monkeypatch):
     """2000 steps under CUDA graphs, in which no device memory is lost. Each makes every launch that a call may make:
     for queries with whole keys, for the last eight, whose keys are split, and for the merge.
     """
-    monkeypatch.setattr(attention, "_whole", lambda _, q, __, **___: q.shape[0] * q.shape[1] - 8)
+    monkeypatch.setattr(attention, "_whole", lambda _, q, __: q.shape[0] * q.shape[1] - 8)
     monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     c = dataclasses.replace(LARGE, layouts=layouts)
     with jax.default_device(cuda):

@@ -37,6 +37,7 @@ def test_kernel(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("s_q", "s_kv", "h_q", "topk"), [(1_000_000, 5000, 16, 40), (300, 10_000_000, 64, 1000)], ids=["s_q", "s_kv"]
 )

@@ -9,12 +9,24 @@ import pytest
 
 from jax_dsv4_fmha import Cache, dsv4_decode
 from jax_dsv4_fmha._host import attention, library, split_kv
+from jax_dsv4_fmha._host.mode import PLAIN
 
 from .helpers import every_kernel
 
 
 def device(capability, **attributes):
     return types.SimpleNamespace(compute_capability=capability, **attributes)
+
+
+def lists(q, *keys):
+    """Operands of a raw call over lists of so many keys of pools, and a sink."""
+    shapes = ((4096, q.shape[3]), None, q.shape[:2])
+    of_lists = [shape or (*q.shape[:2], n) for n in keys for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (*of_lists, q.shape[2:3])]
+
+
+def splits(op, q, *keys, packing=None):
+    return attention.parts(op, PLAIN, q, lists(q, *keys), packing=packing).splits
 
 
 @pytest.mark.parametrize(
@@ -38,7 +50,7 @@ def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
     row = library.BuiltVariant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
     monkeypatch.setattr(library, "variants", lambda: (row,))
     q = jax.ShapeDtypeStruct((40, 1, 64, 512), jnp.bfloat16)
-    assert attention._splits_of_queries("mla_sparse_fwd", q, 8192) == split_kv.split_count(40, 128, 1, sms)
+    assert splits("mla_sparse_fwd", q, 8192) == split_kv.split_count(40, 128, 1, sms)
 
 
 def test_fewer_sms_are_other_splits():
@@ -62,7 +74,7 @@ def test_keys_are_split_by_units(row_tiles, key_tiles, unit, splits):
     assert split_kv.split_count(row_tiles, key_tiles, unit, 132) == splits
 
 
-@pytest.mark.skipif("sm_100f" not in library.architectures(), reason="Blackwell's kernels are not built")
+@pytest.mark.skipif("sm_100f" not in {v.arch for v in library.held()}, reason="Blackwell's kernels are not built")
 @pytest.mark.parametrize(
     ("op", "b", "s_q", "heads", "keys", "tiles"),
     [
@@ -75,21 +87,19 @@ def test_a_pair_of_ctas_is_two_tiles_of_rows(monkeypatch, op, b, s_q, heads, key
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_100f",))
     monkeypatch.setattr(attention, "processors", lambda _: 148)
     q = jax.ShapeDtypeStruct((b, s_q, heads, 512), jnp.bfloat16)
-    choices = {"packing": ""} if op == "dsv4_decode" else {}
-    got = attention._splits_of_queries(op, q, keys, **choices)
+    got = splits(op, q, 128, keys - 128, packing="") if op == "dsv4_decode" else splits(op, q, keys)
     assert got == split_kv.split_count(tiles, keys // 64, 1, 148) > 1
     kv = jax.ShapeDtypeStruct((b, 4096, 1, 512), jnp.bfloat16)
     few = jax.ShapeDtypeStruct((1, 1, 8, 512), jnp.bfloat16)  # rows that share their keys: a pair, whatever they are
-    assert attention._splits_of_span("mla_span_fwd", few, kv) == split_kv.split_count(2, 64, 1, 148)
+    bounds = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    (_, of_span) = attention.parts("mla_span_fwd", PLAIN, few, (kv, bounds, bounds, bounds))
+    assert of_span == split_kv.split_count(2, 64, 1, 148)
 
 
 def test_a_program_without_a_device_is_made_for_hopper(monkeypatch):
     monkeypatch.setattr(library, "variants", every_kernel)
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     q = jax.ShapeDtypeStruct((1, 1, 64, 512), jnp.bfloat16)
-    archs = {v.arch for v in library.variants_for("mla_sparse_fwd", d=512)}
-    if archs != {"sm_90a", "sm_100f"}:
-        pytest.skip("kernels are built for one architecture")
     assert attention._splitting("mla_sparse_fwd", q).arch == "sm_90a"
 
 
@@ -121,7 +131,7 @@ def test_only_the_last_turn_is_split(queries, tiles, key_tiles, whole, splits):
     assert split_kv.split_count((queries - whole) * tiles, key_tiles, 1, 132) == splits
 
 
-@pytest.mark.skipif(not library.variants(), reason="no kernels are built")
+@pytest.mark.skipif(not library.held(), reason="no kernels are built")
 def test_a_step_splits_its_last_turn(monkeypatch):
     """34 sequences of two queries with 128 heads: 136 tiles, of which the last two queries' four are split."""
     monkeypatch.setattr(attention, "processors", lambda _: 132)
@@ -132,18 +142,18 @@ def test_a_step_splits_its_last_turn(monkeypatch):
     assert "tensor<2x1x128x18x512xf32>" in call.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(not library.variants_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
+@pytest.mark.skipif(not library.held(), reason="no kernels are built")
 @pytest.mark.parametrize(
     ("packing", "b", "heads", "whole"),
     [
         ("v4_fp8", 67, 128, 132),
         ("v4_fp8", 67, 64, 132),
         ("", 67, 64, 132),
-        ("", 67, 32, 0),  # two CTAs run on an SM
+        ("", 67, 16, 0),  # two CTAs run on an SM
     ],
 )
 def test_a_call_s_last_turn(monkeypatch, packing, b, heads, whole):
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     monkeypatch.setattr(attention, "processors", lambda _: 132)
     q = jax.ShapeDtypeStruct((b, 2, heads, 512), jnp.bfloat16)
-    assert attention._whole("dsv4_decode", q, 1152, packing=packing) == whole
+    assert attention.parts("dsv4_decode", PLAIN, q, lists(q, 128, 1024), packing=packing).whole == whole

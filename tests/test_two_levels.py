@@ -147,8 +147,6 @@ def test_export_for_cuda(s_q, b, here, monkeypatch):
     """Scores are half a GiB at most, and on Hopper a level is a custom call. A program that is made where no device is
     has no kernel that an architecture lacks."""
     monkeypatch.setattr(library, "local_architectures", lambda: here)
-    if not library.variants_for("indexer_scores"):
-        pytest.skip("not built")
 
     def f(q, k, weights):
         seen = {"ratio": 1, "q_offset": 65536, "implementation": "cubin"}
@@ -171,7 +169,7 @@ def test_export_for_cuda(s_q, b, here, monkeypatch):
 @pytest.mark.parametrize(
     ("h", "dtype", "count"),
     [
-        *((h, t, 20) for h in (16, 32, 64) for t in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)),
+        *((h, t, 20) for h in (32, 64) for t in (jnp.bfloat16, jnp.float8_e4m3fn)),
         *((32, jnp.bfloat16, count) for count in (1, 90)),
     ],
 )

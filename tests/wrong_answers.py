@@ -12,30 +12,16 @@ from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha._testing import float64
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
 
-Answer = Callable[[Operands, float], tuple[Array | None, ...]]
-"""(o, lse) for operands and a scale; no o where only lse is predicted; where o is codes, only their scales are"""
+Answer = Callable[[Operands, float], tuple[Array | None, Array]]
+"""(o, lse) for operands and a scale; no o where only lse is predicted"""
 
 
-def assert_given(got: Sequence[Array], answer: tuple[Array | None, ...]) -> None:
-    """Compares with the tolerances of a right answer; scales may differ where a greatest number is at a limit."""
-    if len(got) > len(KERNEL):
-        (scales,) = answer
-        assert np.mean(got[-1] != scales) < 0.01, "wrong, and not in the way that was foretold: scales"
-        return
+def assert_given(got: Sequence[Array], answer: tuple[Array | None, Array]) -> None:
+    """Compares with the tolerances of a right answer."""
     foretold = [(name, g, a) for name, g, a in zip(KERNEL, got, answer, strict=True) if a is not None]
     names, results, answers = zip(*foretold, strict=True)
     for verdict in compare(results, answers, {name: KERNEL[name] for name in names}):
         assert verdict.passed, f"wrong, and not in the way that was foretold: {verdict}"
-
-
-def scales_of_blocks(of: Callable[[Array], Array]) -> Answer:
-    """The scales of o's codes, of the magnitudes [..., blocks, SCALED] that a fault makes of right ones."""
-
-    def answer(x: Operands, scale: float) -> tuple[Array]:
-        magnitudes = np.abs(attention.in_blocks(attention.answer(x, scale)[0]))
-        return (attention.scales_of(of(magnitudes).max(-1)),)
-
-    return answer
 
 
 def at_scale(change: Callable[[float], float]) -> Answer:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from tests import check
+
 from .gradients import pair_of
 from .peers import steps_beside_flashmla
 from .records import (
@@ -28,6 +30,7 @@ from .records import (
     share,
     suite,
     table,
+    texts,
     wrapped,
 )
 
@@ -149,3 +152,13 @@ def losses() -> str:
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
 - **Small dense calls**: torch 2.11's cuDNN takes {least:.2f} times as long as ours for {torch}.
 - **The rest of a step**: {rest:.0%} of a step of ratio 4 at b 64 is neither products nor attention."""
+
+
+def which_tests() -> str:
+    """CONTRIBUTING.md's table, of tests/which.toml."""
+    rows = []
+    for row in check.table()[1]:
+        tests = [f"`{name}.py`" for name in row.run] + [f"*`{name}.py`*" for name in row.interpret]
+        paths = (x if "*" in x or "." in x else f"{x}/" for x in row.change)
+        rows.append([", ".join(f"`{path}`" for path in paths), "; ".join(filter(None, [", ".join(tests), row.more]))])
+    return texts("you change | run, of `tests/`", rows)

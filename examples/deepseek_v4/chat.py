@@ -1,9 +1,13 @@
-"""From the messages of a chat to the text that a model goes on from, by a template in Jinja, as checkpoints have it."""
+"""From the messages of a chat to the text that a model goes on from, by a template in Jinja, as checkpoints have it.
 
-import json
+The templates are rendered by `transformers`, for whose environment they are written. It needs no PyTorch.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from .checkpoint import read_json
 
 Chat = Callable[[list[dict[str, Any]]], str]
 
@@ -11,11 +15,15 @@ Chat = Callable[[list[dict[str, Any]]], str]
 def template(checkpoint: str | None, file: str | None = None) -> Chat | None:
     """The chat template in `file`; else the checkpoint's, in chat_template.jinja or tokenizer_config.json; or None.
 
-    Its variables are messages, add_generation_prompt, bos_token and eos_token; `raise_exception(text)` is a ValueError.
+    Its variables are messages, add_generation_prompt, and the special tokens of tokenizer_config.json, such as
+    bos_token. What it raises for some messages is a ValueError.
+
+    Raises:
+      ValueError: the template is not one of Jinja.
     """
     folder, config = Path(checkpoint or "."), dict[str, Any]()
     if checkpoint and (path := folder / "tokenizer_config.json").exists():
-        config = json.loads(path.read_text())
+        config = read_json(path)
     if file or (checkpoint and (folder / "chat_template.jinja").exists()):
         text = Path(file or folder / "chat_template.jinja").read_text()
     else:
@@ -24,24 +32,23 @@ def template(checkpoint: str | None, file: str | None = None) -> Chat | None:
         text = next((x["template"] for x in text if x["name"] == "default"), None)
     if text is None:
         return None
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
-    tokens = {name: x["content"] if isinstance(x, dict) else x or "" for name, x in tokens.items()}
-    made = environment.from_string(text)
+    named = {name: x for name, x in config.items() if name.endswith("_token")}
+    tokens = {name: x["content"] if isinstance(x, dict) else x for name, x in named.items()}
+    tokens = dict.fromkeys(("bos_token", "eos_token"), "") | {name: x for name, x in tokens.items() if x is not None}
 
     def chat(messages: list[dict[str, Any]]) -> str:
         try:
-            return made.render(messages=messages, add_generation_prompt=True, **tokens)
-        except TemplateError as e:
-            raise ValueError(f"the chat template: {e}") from None
+            found, _ = render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **tokens)
+        except Exception as e:  # of Jinja, or whatever the template does with what messages have
+            raise ValueError(f"messages: the chat template cannot take them: {e}") from e
+        return found[0]
 
+    try:
+        chat([{"role": "user", "content": ""}])
+    except ValueError as e:  # it may well want other messages
+        if isinstance(e.__cause__, TemplateSyntaxError):
+            raise ValueError(f"{file or folder}: got a chat template that is none of Jinja: {e.__cause__}") from None
     return chat

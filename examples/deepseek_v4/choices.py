@@ -62,13 +62,15 @@ def main(
     random: str = "v4",
 ) -> dict[tuple[int, int | str], float]:
     """Prints the tables, and returns their numbers by (layer, distance) and (layer, "layer i")."""
-    encode, _ = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
         model, params = common.opened(checkpoint, mesh, common.compute_dtype(), random=random)
         if checkpoint is None and text is None:
             tokens = np.random.default_rng(0).integers(0, model.vocabulary, length)
         else:
-            tokens = encode(sys.stdin.read() if text is None else text)[:length]
+            words = common.Words(checkpoint, model.vocabulary)
+            tokens = words.encode(sys.stdin.read() if text is None else text, name="the text")[:length]
+            if not len(tokens):
+                raise ValueError("the text: got no tokens, wanted at least one")
         found = {i: np.asarray(x) for i, x in choices(model, params, jnp.asarray(tokens, jnp.int32)).items()}
     past = {i: (np.arange(len(tokens)) + 1) // model.layers[i].ratio for i in found}
     counts = {i: past[i] >= 2 * x.shape[1] for i, x in found.items()}
@@ -98,10 +100,14 @@ def table(title: str, shares: Any, layers: Any, columns: Sequence[Any]) -> None:
 
 def arguments() -> dict[str, Any]:
     parser = common.parser(__doc__.split("\n\n")[0])
-    parser.add_argument("--length", type=int, default=1024, help="tokens of the text that count (default: 1024)")
-    parser.add_argument("--distances", type=int, nargs="+", default=(1, 2, 4, 8, 16, 64), help="between tokens")
+    parser.add_argument(
+        "--length", type=common.at_least(1), default=1024, help="tokens of the text that count (default: 1024)"
+    )
+    parser.add_argument(
+        "--distances", type=common.at_least(1), nargs="+", default=(1, 2, 4, 8, 16, 64), help="between tokens"
+    )
     return vars(parser.parse_args())
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    common.run(main, **arguments())

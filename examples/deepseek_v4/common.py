@@ -1,8 +1,9 @@
 """What the programs share: a model from a directory or a small random one, its mesh, and its words."""
 
 import argparse
-import json
+import functools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from examples.serving import checked_tokens, integer, option
+from examples.serving.request import short
 from jax_dsv4_fmha import Cache
 
+from .checkpoint import read_json
 from .drafts import DSpark
 from .model import Caches, Model
 from .weights import load
 
+LONGEST_CHARACTER = 32
+"""tokens that are not one character, or special ones, if no text has come by then"""
 KINDS = ("sliding", "compressed_sparse", "heavily_compressed")
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "q_lora_rank": 32,
@@ -47,7 +53,7 @@ def config_of(random: str) -> dict[str, Any]:
         return small(random)
     if not Path(random).is_file():
         raise SystemExit(f"--random: got {random!r}, wanted v4, v4.1 or a config.json")
-    return dict(json.loads(Path(random).read_text()))
+    return read_json(Path(random))
 
 
 def small(kind: str = "v4") -> dict[str, Any]:
@@ -65,15 +71,33 @@ def parser(description: str) -> argparse.ArgumentParser:
         default="v4",
         help="without a checkpoint: v4 or v4.1 for a small model, or a config.json (default: v4)",
     )
-    made.add_argument("--tensor", type=int, default=1, help="devices that share out every expert (default: 1)")
-    made.add_argument("--expert", type=int, default=1, help="devices that share out the experts (default: 1)")
+    for name, what in (("tensor", "every expert"), ("expert", "the experts")):
+        made.add_argument(f"--{name}", type=at_least(1), default=1, help=f"devices that share out {what} (default: 1)")
     return made
+
+
+def run(main: Callable[..., Any], **arguments: Any) -> None:
+    """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too."""
+    try:
+        main(**arguments)
+    except (ValueError, NotImplementedError, OSError) as e:
+        if sys.flags.dev_mode:
+            raise
+        sys.exit(f"error: {e}")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a command line's option: an integer that is not below `least`."""
+    return functools.partial(option, least)
 
 
 @contextmanager
 def mesh_of(tensor: int, expert: int, data: int | None = None, context: int = 1) -> Iterator[Mesh]:
     """All devices as (data, context, tensor, expert), which functions find around them; with data, fewer devices."""
     data = data or jax.device_count() // (context * tensor * expert)
+    if not 1 <= data * context * tensor * expert <= jax.device_count():
+        got = f"data {data}, context {context}, tensor {tensor}, expert {expert}"
+        raise ValueError(f"a mesh of {got}: wanted no more devices than there are, {jax.device_count()}")
     shape, names = (data, context, tensor, expert), ("data", "context", "tensor", "expert")
     devices = jax.devices()[: math.prod(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
@@ -86,40 +110,123 @@ def on_terminal(text: str) -> None:
         print(f"\r{text}", end="", flush=True, file=sys.stderr)
 
 
+def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -> Model | DSpark:
+    """The model of a directory's config.json, or of `random`; drafts: with its layers for drafts, if it has some."""
+    config = read_json(Path(checkpoint) / "config.json") if checkpoint else config_of(random)
+    has_drafts = drafts and (config.get("text_config") or config).get("dspark_block_size")
+    return (DSpark if has_drafts else Model).from_config(config)
+
+
+def parameters_of(
+    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False
+) -> dict[str, Any]:
+    """The parameters of a directory, as `load` makes them, or random ones."""
+    if checkpoint:
+        return load(model, checkpoint, dtype, mesh, on_terminal, packed)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
+    return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
+
+
 def opened(
     checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False, random: str = "v4"
 ) -> tuple[Model | DSpark, dict[str, Any]]:
-    """The model of a directory with its parameters, as `load` makes them, or one with random parameters.
+    """Both of these."""
+    model = model_of(checkpoint, drafts, random)
+    return model, parameters_of(model, checkpoint, mesh, dtype, packed)
 
-    drafts: with its layers for drafts, if the config has some.
+
+class Words:
+    """From text to tokens and back, by a directory's tokenizer.json; without one, tokens are numbers in decimal."""
+
+    def __init__(self, checkpoint: str | None, vocabulary: int) -> None:
+        self.vocabulary, self.tokenizer = vocabulary, None
+        path = None if checkpoint is None else Path(checkpoint) / "tokenizer.json"
+        if path is not None and path.exists():
+            from tokenizers import Tokenizer
+
+            self.tokenizer = Tokenizer.from_file(str(path))
+
+    def encode(self, text: str, special: bool = True, name: str = "prompt") -> np.ndarray:
+        """Tokens int32 `[n]`, which may be none.
+
+        Args:
+          special: adds the tokenizer's own tokens, such as one that begins a text.
+          name: of the text, for errors.
+
+        Raises:
+          ValueError: a word is no number, or a token is not in the model's vocabulary.
+        """
+        if self.tokenizer is not None:
+            found = self.tokenizer.encode(text, add_special_tokens=special).ids
+        else:
+            found = []
+            for word in text.split():
+                if not re.fullmatch(r"-?[0-9]{1,18}", word):
+                    wanted = f"tokens: numbers from 0 to {self.vocabulary - 1}, and blanks"
+                    raise ValueError(f"{name}: got {short(word)}, wanted {wanted}")
+                found.append(int(word))
+        return checked_tokens(name, found, self.vocabulary) if found else np.zeros(0, np.int32)
+
+    def stream(self) -> "Text":
+        """What makes text of a request's tokens as they come."""
+        return Text(self.tokenizer)
+
+
+class Text:
+    """The text of tokens that come one by one. Each takes as long as the next, however many came before it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.held = tokenizer, list[int]()
+        """tokens without a text of their own so far"""
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.tokenizer is not None:
+            from tokenizers.decoders import DecodeStream
+
+            self.stream = DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int) -> str:
+        """What the token adds: nothing for one that ends inside of a character, or that is special."""
+        if self.tokenizer is None:
+            return f"{token} "
+        try:
+            new = self.stream.step(self.tokenizer, token)
+        except Exception as e:  # the library's, which has no class of its own for it
+            if "Invalid prefix" not in str(e):
+                raise
+            self._begin()  # with this token the last ones have another text; what was said stays
+            new = self.stream.step(self.tokenizer, token)
+        if new:
+            self.held.clear()
+            return new
+        self.held.append(token)
+        return self.end() if len(self.held) == LONGEST_CHARACTER else ""  # the stream decodes these at every token
+
+    def end(self) -> str:
+        """What is left at the end: a part of a character."""
+        if not self.held:
+            return ""
+        text = self.tokenizer.decode(self.held)
+        self.held.clear()
+        self._begin()
+        return text
+
+
+def ends(checkpoint: str | None) -> frozenset[int]:
+    """All tokens that end a text, as config.json and generation_config.json name them: one, several or none.
+
+    Raises:
+      ValueError: one is not an integer.
     """
-    config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else config_of(random)
-    has_drafts = bool((config.get("text_config") or config).get("dspark_block_size"))
-    model = (DSpark if drafts and has_drafts else Model).from_config(config)
-    if checkpoint:
-        return model, load(model, checkpoint, dtype, mesh, on_terminal, packed)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
-    return model, jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
-
-
-def words(checkpoint: str | None) -> tuple[Callable[..., np.ndarray], Callable[[list[int]], str]]:
-    """From text to tokens and back, by the directory's tokenizer.json; without one, tokens are numbers.
-
-    The first takes a second argument: whether the tokenizer adds special tokens, such as one that begins a text.
-    """
-    path = None if checkpoint is None else Path(checkpoint) / "tokenizer.json"
-    if path is None or not path.exists():
-        return lambda text, special=True: np.array(text.split(), np.int32), lambda tokens: "".join(
-            f"{t} " for t in tokens
-        )
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
-
-    def encode(text: str, special: bool = True) -> np.ndarray:
-        return np.array(tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
-
-    return encode, tokenizer.decode
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json") if checkpoint else ():
+        path = Path(checkpoint or ".") / name
+        config = read_json(path) if path.exists() else {}
+        for given in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
+            of_file = [] if given is None else given if isinstance(given, list) else [given]
+            found += [integer(f"{path}: eos_token_id", x, 0) for x in of_file]
+    return frozenset(found)
 
 
 def gib(tree: Any) -> float:

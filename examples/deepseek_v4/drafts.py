@@ -13,7 +13,6 @@ read here: as many drafts as a step has room for are verified.)
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .config import Entries
 from .model import Caches, Forward, Model, norm
 from .packed import whole
 
 SHARED = ("embed", "head")
+CHOSEN = ("dspark_num_experts_per_tok", "dspark_n_activated_experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +45,30 @@ class DSpark:
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "DSpark":
         """Of a config.json, as `Model.from_config`; raises ValueError if the model has no such layers."""
-        entries = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-        c, model = entries.get("text_config") or entries, Model.from_config(entries)
-        if c.get("dspark_block_size") is None:
+        model, read = Model.from_config(config), Entries(config)
+        if not read.has("dspark_block_size"):
             raise ValueError("config: wanted dspark_block_size, …, for drafts of the model's own")
-        more = len(c.get("compress_ratios") or ()) - len(model.layers)
-        n = c.get("n_mtp_layers") or (more if more > 0 else 3)
-        kinds = {"layer_types": ["sliding_attention"] * n, "compress_ratios": [0] * n, "num_hash_layers": 0}
-        sizes = {"num_hidden_layers": n, "n_layers": n, "mlp_layer_types": None, "engram_layer_ids": None}
-        stack = Model.from_config({**c, **kinds, **sizes})
-        experts = c.get("dspark_n_routed_experts") or stack.experts
-        chosen = c.get("dspark_num_experts_per_tok") or c.get("dspark_n_activated_experts") or stack.chosen
-        stack = dataclasses.replace(stack, experts=experts, chosen=chosen)
-        model = dataclasses.replace(model, seen=tuple(c["dspark_target_layer_ids"]))
-        return cls(model, stack, c["dspark_block_size"], c["dspark_noise_token_id"], c["dspark_markov_rank"])
+        c, more = read.all, len(read.all.get("compress_ratios") or ()) - len(model.layers)
+        n = (
+            more
+            if more > 0 and not read.has("n_mtp_layers")
+            else read.integer("n_mtp_layers" if read.has("n_mtp_layers") else "num_nextn_predict_layers")
+        )
+        kinds = {"layer_types": ["sliding_attention"] * n, "compress_ratios": [0] * n}
+        sizes = {"num_hidden_layers": n, "n_layers": n, "num_hash_layers": 0, "n_hash_layers": 0}
+        stack = Model.from_config({**c, **kinds, **sizes, "mlp_layer_types": None, "engram_layer_ids": None})
+        stack = dataclasses.replace(
+            stack,
+            experts=read.integer("dspark_n_routed_experts") if read.has("dspark_n_routed_experts") else stack.experts,
+            chosen=read.integer(*CHOSEN, most=stack.experts) if read.has(*CHOSEN) else stack.chosen,
+        )
+        return cls(
+            dataclasses.replace(model, seen=read.integers("dspark_target_layer_ids", most=len(model.layers) - 1)),
+            stack,
+            block=read.integer("dspark_block_size"),
+            placeholder=read.integer("dspark_noise_token_id", least=0, most=model.vocabulary - 1),
+            rank=read.integer("dspark_markov_rank"),
+        )
 
     def with_products(self, products: str | None) -> "DSpark":
         """As `Model.with_products`; a draft is made as without."""

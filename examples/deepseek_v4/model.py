@@ -19,7 +19,6 @@ may share out sequences, and "context" the tokens of each.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag, zigzag
+from jax_dsv4_fmha import PackedExperts, fused_moe
+from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag
+from jax_dsv4_fmha.layers import zigzag as zigzagged
 
+from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, products
 from .packed import Packed, in_file, whole
@@ -95,53 +97,46 @@ class Model:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "Model":
-        """The model of a config.json, given as a path or as its contents, with Hugging Face's names or DeepSeek's."""
-        whole = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-        c = whole.get("text_config") or whole
-        is_v41 = any(c.get(name) is not None for name in ("kv_source_layer_ids", "kv_source_layers"))
+        """The model of a config.json, given as a path or as its contents, with Hugging Face's names or DeepSeek's.
 
-        def read(*names: str, default: Any = None) -> Any:
-            found = [c[name] for name in names if c.get(name) is not None] + [default]
-            if found[0] is None:
-                raise ValueError(f"config: got none of {', '.join(names)}")
-            return found[0]
-
-        if read("n_shared_experts", default=1) != 1:
-            raise NotImplementedError(f"config: got {c['n_shared_experts']} shared experts, wanted 1")
-        kinds = c.get("mlp_layer_types")
-        default = 0 if is_v41 else None
-        hashed = kinds.count("hash_moe") if kinds else read("num_hash_layers", "n_hash_layers", default=default)
-        if kinds and "hash_moe" in kinds[hashed:]:
-            raise NotImplementedError(f"config: got mlp_layer_types {kinds}, wanted hash_moe in the first layers alone")
-        score = read("scoring_func", "score_func", default="sqrtsoftplus")
+        Raises:
+          ValueError: an entry is missing, is not known, or is out of its range.
+          NotImplementedError: an entry says what this model does not have.
+        """
+        layers, read = from_config(config), Entries(config)  # the first refuses other models
+        is_v41 = read.has("kv_source_layer_ids", "kv_source_layers")
+        if read.has("n_shared_experts") and (shared := read.integer("n_shared_experts", least=0)) != 1:
+            raise NotImplementedError(f"config: got {shared} shared experts, wanted 1")
+        score = read.get("scoring_func", "score_func", default="sqrtsoftplus")
         if score not in SCORES:
             raise NotImplementedError(f"config: got scores by {score}, wanted one of {', '.join(SCORES)}")
         engrams = None
-        if layers := c.get("engram_layer_ids"):
+        if read.has("engram_layer_ids"):
             engrams = Engrams(
-                tuple(layers),
-                tuple(read("engram_num_embeddings")),
-                longest=read("engram_max_ngram_size"),
-                heads=read("engram_n_heads"),
-                d=read("engram_head_dim"),
-                buckets=read("engram_vocab_size"),
-                words=read("engram_compressed_vocab_size"),
-                pad=read("engram_pad_token_id", "engram_pad_id", default=2),
+                read.integers("engram_layer_ids", most=len(layers) - 1),
+                read.integers("engram_num_embeddings"),
+                longest=read.integer("engram_max_ngram_size", least=2),
+                heads=read.integer("engram_n_heads"),
+                d=read.integer("engram_head_dim"),
+                buckets=read.integer("engram_vocab_size"),
+                words=read.integer("engram_compressed_vocab_size"),
+                pad=read.integer("engram_pad_token_id", "engram_pad_id", default=2, least=0),
             )
+        experts = read.integer("n_routed_experts", "num_local_experts")
         return cls(
-            from_config(whole),
-            vocabulary=read("vocab_size"),
-            experts=read("n_routed_experts", "num_local_experts"),
-            chosen=read("num_experts_per_tok", "n_activated_experts"),
-            inner=read("moe_intermediate_size", "moe_inter_dim"),
-            hashed=hashed,
-            scale=read("routed_scaling_factor", "route_scale", default=1.5),
-            limit=read("swiglu_limit", default=10.0) or float("inf"),
+            layers,
+            vocabulary=read.integer("vocab_size"),
+            experts=experts,
+            chosen=read.integer("num_experts_per_tok", "n_activated_experts", most=experts),
+            inner=read.integer("moe_intermediate_size", "moe_inter_dim"),
+            hashed=read.hash_layers(len(layers)),
+            scale=read.number("routed_scaling_factor", "route_scale", default=1.5),
+            limit=read.number("swiglu_limit", default=10.0) or float("inf"),
             score=score,
-            streams=read("hc_mult", default=4),
-            sinkhorn=read("hc_sinkhorn_iters", default=20),
-            hc_eps=read("hc_eps", default=1e-6),
-            temperature=read("gate_temp", default=1.0),
+            streams=read.integer("hc_mult", default=4),
+            sinkhorn=read.integer("hc_sinkhorn_iters", default=20),
+            hc_eps=read.number("hc_eps", default=1e-6),
+            temperature=read.number("gate_temp") if read.has("gate_temp") else 1.0,
             delayed=is_v41,
             engrams=engrams,
         )
@@ -158,18 +153,18 @@ class Model:
 
     # ---- the model, in the order in which a token sees it
 
-    def __call__(self, params: Any, tokens: jax.Array, order: int | None = None) -> jax.Array:
+    def __call__(self, params: Any, tokens: jax.Array, zigzag: int | None = None) -> jax.Array:
         """float32 logits `[b, s, vocabulary]` of whole sequences `[b, s]`, without caches.
 
-        order: an int, if "context" shares out tokens, which are in `layers.zigzag` order over so many devices. Logits
+        zigzag: an int, if "context" shares out tokens, which are in `layers.zigzag` order over so many devices. Logits
           are in that order.
         """
 
         def attend(layer, p, x, _, shared):
-            return layer(p, x, shared=shared, zigzag=order)
+            return layer(p, x, shared=shared, zigzag=zigzag)
 
-        rows, _ = self.rows(params, unzigzag(tokens, order) if order else tokens)
-        rows = {i: zigzag(x, order) for i, x in rows.items()} if order else rows
+        rows, _ = self.rows(params, unzigzag(tokens, zigzag) if zigzag else tokens)
+        rows = {i: zigzagged(x, zigzag) for i, x in rows.items()} if zigzag else rows
         return self.forward(params, tokens, rows, [None] * len(self.layers), attend).logits
 
     def read(
@@ -323,10 +318,7 @@ class Model:
         if not jax.sharding.get_abstract_mesh().empty:
             rows, specs = rows_of(x), self._partition_moe()
             axes = tuple(name for name in rows if name)
-            w13, w2 = (
-                in_file(specs[name], p[name].axes) if isinstance(p[name], Packed) else specs[name]
-                for name in ("w13", "w2")
-            )
+            w13, w2 = (spec_of(p[name], specs[name]) for name in ("w13", "w2"))
 
             @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
             def of_experts(w13, w2, *of_tokens):
@@ -357,10 +349,12 @@ class Model:
         return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
 
     def of_experts(
-        self, w13: jax.Array, w2: jax.Array, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
+        self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
     ) -> jax.Array:
         """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
         e, k, m = len(jax.tree.leaves(w13)[0]), self.chosen, self.hidden
+        if isinstance(w13, PackedExperts):
+            return fused_moe(x, w13, w2, chosen - part * e, weights, limit=self.limit)
         expert = chosen.ravel() - part * e
         at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
 
@@ -480,6 +474,13 @@ class Streams(NamedTuple):
     """`[b, s, n, hidden]`"""
     pre: jax.Array
     """float32 `[b, s, n]`: how the next sublayer takes them in, in V4.1"""
+
+
+def spec_of(w: Any, spec: P) -> P:
+    """The PartitionSpec of experts' matrices that have this one as an array: of what they are in memory."""
+    if isinstance(w, PackedExperts):
+        return P(spec[0])
+    return in_file(spec, w.axes) if isinstance(w, Packed) else spec
 
 
 def rows_of(x: jax.Array) -> P:

@@ -1,27 +1,27 @@
 """Serves prompts with a whole DeepSeek-V4: `python -m examples.deepseek_v4.serve CHECKPOINT < prompts.txt`.
 
 Every line is a request, in words or, without a tokenizer.json, in numbers of tokens. Requests come and go in the places
-of a batch: `Server` of examples/serve.py reads prompts in chunks, between steps in which every place says a token, and
+of a batch: `Server` of examples/serving reads prompts in chunks, between steps in which every place says a token, and
 hands out the pages of the caches. What a request says is printed as it comes. The whole model is one jitted step whose
 caches are updated in place. With `--port` requests come by HTTP instead (endpoint.py).
 """
 
 import contextlib
-import json
+import queue
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.serve import Request, Server
+from examples.serving import Request, Server
 
 from . import common
-from .chat import Chat, template
 
 
 def main(
@@ -44,121 +44,177 @@ def main(
     expert: int = 1,
     port: int | None = None,
     chat_template: str | None = None,
-) -> list[Request] | None:
-    """Returns the requests in the order of their lines; prompts: lines, by default of the standard input.
+) -> list[Request | ValueError]:
+    """Serves lines, or HTTP requests until Ctrl-C.
 
-    kept: the dtype of packed caches, by its name; None keeps what the model computes with.
-    products: by which attention reads prompts, as in `DSV4Attention`; the model computes with bfloat16 then.
-    port: of an HTTP endpoint, which takes the place of lines; 0 is any.
-    chat_template: a file for its chats, in Jinja, where the checkpoint has no template or another is wanted.
+    Args:
+      prompts: lines; by default those of the standard input.
+      kept: the dtype of packed caches, by its name; None keeps what the model computes with.
+      products: by which attention reads prompts, as in `DSV4Attention`; the model computes with bfloat16 then.
+      port: of an HTTP endpoint, which takes the place of lines; 0 is any.
+      chat_template: a file for its chats, in Jinja, where the checkpoint has no template or another is wanted.
+
+    Returns: for each of the prompts its request, or why it cannot be one.
+
+    Raises:
+      SystemExit: 1, after all lines of the standard input, some of which could not be requests.
     """
+    Request(np.zeros(1, np.int32), wanted, temperature)  # raises before the model is read, and so do these
+    model = common.model_of(checkpoint, drafts=speculate > 0, random=random)
+    words, ends = common.Words(checkpoint, model.vocabulary), common.ends(checkpoint)
+    first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
+    asked = None if port is None else listening(port, checkpoint, chat_template)
     dtype = common.compute_dtype() if products is None else jnp.bfloat16
-    encode, decode = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        model, params = common.opened(checkpoint, mesh, dtype, packed, drafts=speculate > 0, random=random)
+        progress("reading the checkpoint" if checkpoint else "making random parameters")
+        params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
         model = model.with_products(products)
-        params, first, pages = model.joined(params), encode(beginning), pages or places * -(-room // page)
-        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, first, speculate)
-        server.compile()
+        params = model.joined(params)
+        how = {"beginning": first, "speculate": speculate, "progress": progress}
+        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         a_token, a_place = common.bytes_a_token(server.caches, pages * page)
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
         print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
+        server.compile()
+        if asked is not None:
+            serve_http(server, checkpoint, words, first, ends, *asked)
+            return []
 
-        if port is not None:
-            chat = template(checkpoint, chat_template)
-            return endpoint(server, checkpoint, model.vocabulary, first, encode, decode, chat, port)
-        requests, done, began = [], 0, time.perf_counter()
-        for line in sys.stdin if prompts is None else prompts:
-            prompt, heard = np.concatenate([first, encode(line)]), printer(len(requests), texts(decode))
-            requests.append(Request(prompt, wanted, temperature, heard, end_of(checkpoint)))
-            server.submit(requests[-1])
-        while done < len(requests):
-            done += len(server.work())
+        def request_of(number: int, line: str) -> Request:
+            prompt = np.concatenate([first, words.encode(line.removesuffix("\n"))])
+            return Request(prompt, wanted, temperature, printer(number, words.stream()), ends)
+
+        answers, refused, read, said, began = {}, 0, 0, 0, time.perf_counter()
+        for number, answer in answered(server, sys.stdin if prompts is None else prompts, request_of):
+            if isinstance(answer, Request):
+                read, said = read + len(answer.prompt), said + len(answer.said)
+            else:
+                refused += 1
+                print(f"[{number}] {answer}", file=sys.stderr, flush=True)
+            if prompts is not None:
+                answers[number] = answer
         seconds = time.perf_counter() - began
-    read, said = (sum(map(len, x)) for x in ([r.prompt for r in requests], [r.said for r in requests]))
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
-    if speculate:
+    if speculate and server.steps:
         accepted, drafted, each = server.accepted, server.drafted, 1 + server.accepted / server.steps
         print(f"{accepted} of {drafted} drafts were right; a place said {each:.2f} tokens a step")
     peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat)
     if peak:
         print(f"a device held at most {peak / 2**30:.2f} GiB")
-    return requests
+    if refused and prompts is None:
+        raise SystemExit(1)
+    return [answers[number] for number in sorted(answers)]
 
 
-def endpoint(
-    server: Server, checkpoint: str | None, vocabulary: int, first, encode, decode, chat: Chat | None, port: int
-) -> None:
-    """Answers HTTP requests until Ctrl-C. A prompt is a text, or a list of tokens; a chat becomes a text."""
-    from .endpoint import Endpoint
-
-    def read(prompt: str | list, special: bool = True) -> np.ndarray:
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            (prompt,) = prompt
-        tokens = encode(prompt, special) if isinstance(prompt, str) else np.asarray(prompt)
-        if tokens.ndim != 1 or tokens.dtype.kind != "i" or not ((tokens >= 0) & (tokens < vocabulary)).all():
-            raise ValueError(f"wanted one prompt, a text or a list of tokens below {vocabulary}")
-        return np.concatenate([first, tokens.astype(np.int32)])
-
-    def of_chat(messages: list) -> np.ndarray:
-        return read(chat(messages), special=False)  # the template has them
-
-    name = Path(checkpoint).resolve().name if checkpoint else "random"
-    with socket.create_server(("127.0.0.1", port)) as listening:
-        print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions, model {name}; Ctrl-C ends", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            made = Endpoint(server, name, read, chat and of_chat, lambda: texts(decode), end_of(checkpoint))
-            made.run(listening)
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def printer(number: int, text: Callable[[int], str]) -> Callable[[int], None]:
+def answered(
+    server: Server, lines: Iterable[str], request_of: Callable[[int, str], Request]
+) -> Iterator[tuple[int, Request | ValueError]]:
+    """Serves lines as they come. Yields the number of each and its request, when it is done, or why it cannot be one.
+
+    A thread reads lines, ahead of the server by no more than it has places.
+    """
+    coming: queue.Queue = queue.Queue(len(server.served))
+
+    def read() -> None:
+        try:
+            for line in lines:
+                coming.put(line)
+            coming.put(None)
+        except Exception as e:
+            coming.put(e)
+
+    threading.Thread(target=read, daemon=True).start()
+    numbers, number, is_open = dict[Request, int](), 0, True
+    while is_open or not server.is_idle:
+        while is_open and len(server.waiting) < len(server.served):
+            try:
+                line = coming.get(block=server.is_idle)
+            except queue.Empty:
+                break
+            if isinstance(line, Exception):
+                raise line
+            is_open = line is not None
+            if is_open:
+                try:
+                    server.submit(request := request_of(number, line))
+                    numbers[request] = number
+                except ValueError as e:
+                    yield number, e
+                number += 1
+        for request in server.work():
+            if request.error:
+                raise request.error  # of the output
+            yield numbers.pop(request), request
+
+
+def printer(number: int, text: common.Text) -> Callable[[int], None]:
     def heard(token: int) -> None:
-        if new := text(token):
+        if new := text.add(token):
             print(f"[{number}] {new}", flush=True)
 
     return heard
 
 
-def texts(decode: Callable[[list[int]], str]) -> Callable[[int], str]:
-    """A function from each new token to what it adds to the text."""
-    tokens, before = [], ""
+def listening(port: int, checkpoint: str | None, chat_template: str | None) -> tuple:
+    """A socket bound to the port, the chat template or None, and the class of endpoints.
 
-    def added(token: int) -> str:
-        nonlocal before
-        tokens.append(token)
-        text = decode(tokens)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a token may end inside of a character
-            return ""
-        new, before = text[len(before) :], text
-        return new
+    Raises:
+      SystemExit: a package is not installed.
+      OSError: the port is taken.
+      ValueError: the template is none.
+    """
+    try:
+        from .chat import template
+        from .endpoint import Endpoint
 
-    return added
+        chat = template(checkpoint, chat_template)
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        raise SystemExit(f"--port: got no package {package}, wanted those of `pip install '.[http]'`") from None
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", port))
+    return bound, chat, Endpoint
 
 
-def end_of(checkpoint: str | None) -> int:
-    """The token that ends a text; -1, which is none, if the config names none."""
-    found = json.loads((Path(checkpoint) / "config.json").read_text()).get("eos_token_id") if checkpoint else None
-    return -1 if found is None else found[0] if isinstance(found, list) else found
+def serve_http(
+    server: Server,
+    checkpoint: str | None,
+    words: common.Words,
+    first: np.ndarray,
+    ends: frozenset[int],
+    bound,
+    chat,
+    make,
+) -> None:
+    """Answers HTTP requests until Ctrl-C. A prompt is a text, or a list of tokens; a chat becomes a text."""
+    name = Path(checkpoint).resolve().name if checkpoint else "random"
+    with bound:
+        bound.listen(2048)
+        print(f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions, model {name}; Ctrl-C ends", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            make(server, name, words, chat, ends, first).run(bound)
 
 
 def arguments() -> dict:
     parser = common.parser(__doc__.split("\n\n")[0])
-    for name, default, what in (
-        ("wanted", 64, "tokens that a request says, at most"),
-        ("temperature", 0.0, "0: the likeliest token"),
-        ("places", 8, "requests served at once"),
-        ("room", 4096, "tokens of a request, at most"),
-        ("chunk", 512, "tokens of a prompt read at once"),
-        ("page", 256, "tokens of a page, a multiple of 128"),
-        ("pages", 0, "pages in the pool of each cache; 0: for all places"),
-        (
-            "speculate",
-            0,
-            "drafts of a request in a step, at most: the model's own, if it has layers for them",
-        ),
+    for name, default, least, what in (
+        ("wanted", 64, 1, "tokens that a request says, at most"),
+        ("places", 8, 1, "requests served at once"),
+        ("room", 4096, 2, "tokens of a request, at most"),
+        ("chunk", 512, 1, "tokens of a prompt read at once"),
+        ("page", 256, 1, "tokens of a page, a multiple of 128"),
+        ("pages", 0, 0, "pages in the pool of each cache; 0: for all places"),
+        ("speculate", 0, 0, "drafts of a request in a step, at most: the model's own, if it has layers for them"),
     ):
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
+        kind = common.at_least(least)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: the likeliest token; at most 2")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
     parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
     parser.add_argument(
@@ -190,4 +246,4 @@ def arguments() -> dict:
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    common.run(main, **arguments())

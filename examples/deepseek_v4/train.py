@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import indexer_loss
+from examples.serving import checked_tokens
 from jax_dsv4_fmha.layers import Shared, zigzag
 
 from . import common
@@ -37,6 +37,8 @@ POLICIES = {
 """what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
 REST = ("data", "context")
 """the mesh axes that share out states beside the model's own"""
+MANY = 1 << 24
+"""tokens of a file that are checked at once"""
 PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """dense bfloat16 FLOP/s of a device whose kind has this in its name"""
 
@@ -79,8 +81,8 @@ def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, toke
         p = ready(p, "layers", i)
         streams = model.reminded(i, fixed, p, streams, rows.get(i))
         streams, out, load = model.block(i, fixed, p, streams, tokens, None, shared, attend)
-        choice = out.choice(shared)
-        of_indexer = 0.0 if choice is None else indexer_loss(**choice._asdict(), sink=p["attention"]["sink"]).mean()
+        layer = model.layers[i]
+        of_indexer = 0.0 if layer.indexer is None else layer.indexer_loss(p["attention"], out, shared).mean()
         return streams, shared.after(out), jnp.float32(of_indexer), load
 
     others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}
@@ -171,13 +173,32 @@ def flops(model: Model, s: int) -> float:
     return 3 * total
 
 
-def batch(path: str | None, vocabulary: int, step: int, b: int, s: int) -> np.ndarray:
-    """Tokens `[b, s]` of a step: of a file, or walks through the vocabulary in steps of 1 to 4, whose loss is log 4."""
+def tokens_in(path: str, vocabulary: int, s: int) -> np.ndarray:
+    """The tokens `[n]` of a .npy file, mapped into memory.
+
+    Raises:
+      ValueError: the file has no line of integers, fewer than s of them, or one that is not in the vocabulary.
+    """
+    try:
+        whole = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as e:
+        raise ValueError(f"{path}: got no array of NumPy, wanted tokens: {e}") from None
+    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.dtype.kind not in "iu":
+        got = f"{whole.dtype}{list(whole.shape)}" if isinstance(whole, np.ndarray) else "several arrays"
+        raise ValueError(f"{path}: got {got}, wanted one line of integers")
+    if len(whole) < s:
+        raise ValueError(f"{path}: got {len(whole)} tokens, wanted at least {s}, those of a sequence")
+    for at in range(0, len(whole), MANY):
+        checked_tokens(f"{path}, from token {at} on", whole[at : at + MANY], vocabulary)
+    return whole
+
+
+def batch(tokens: np.ndarray | None, vocabulary: int, step: int, b: int, s: int) -> np.ndarray:
+    """Tokens `[b, s]` of a step: some of these, or walks in steps of 1 to 4, whose loss is log 4."""
     random = np.random.default_rng(step)
-    if path is None:
+    if tokens is None:
         return (np.cumsum(random.integers(1, 5, (b, s)), 1) % vocabulary).astype(np.int32)
-    whole = np.load(path, mmap_mode="r")
-    return np.stack([whole[at : at + s] for at in random.integers(0, len(whole) - s + 1, b)]).astype(np.int32)
+    return np.stack([tokens[at : at + s] for at in random.integers(0, len(tokens) - s + 1, b)]).astype(np.int32)
 
 
 def main(
@@ -198,8 +219,14 @@ def main(
     random: str = "v4",
 ) -> list[tuple[float, float]]:
     """Prints losses, tokens/s and MFU, and returns the losses (tokens', indexers') of each step from the first made."""
+    model = common.model_of(checkpoint, random=random)
+    if s < 2:
+        raise ValueError(
+            f"s: got {s}, wanted at least 2: each token but the last of a sequence has one that follows it"
+        )
+    learned_from = None if tokens is None else tokens_in(tokens, model.vocabulary, s)
     with common.mesh_of(tensor, expert, data, context) as mesh:
-        model, params = common.opened(checkpoint, mesh, jnp.float32, random=random)
+        params = common.parameters_of(model, checkpoint, mesh, jnp.float32)
         trainer = Trainer(model, mesh, steps, rate, remat)
         state, first = trainer.begin(params), 0
         del params
@@ -213,7 +240,7 @@ def main(
         print(f"mesh {dict(mesh.shape)} of {jax.default_backend()} devices, from step {first} on", flush=True)
         found, began, done = [], time.perf_counter(), 0
         for i in range(first, until or steps):
-            x = jax.device_put(batch(tokens, model.vocabulary, i, b, s), NamedSharding(mesh, P("data")))
+            x = jax.device_put(batch(learned_from, model.vocabulary, i, b, s), NamedSharding(mesh, P("data")))
             state, both = trainer.step(state, x)
             found.append(both)
             done += 1
@@ -243,17 +270,19 @@ def arguments() -> dict:
     parser.add_argument(
         "--remat", choices=POLICIES, default="but-attention", help="what the backward pass computes anew"
     )
-    parser.add_argument("--context", type=int, default=1, help="devices that share out each sequence (default: 1)")
+    parser.add_argument(
+        "--context", type=common.at_least(1), default=1, help="devices that share out each sequence (default: 1)"
+    )
     for name, default, what in (
         ("steps", 50, "of the whole schedule"),
         ("b", 8, "sequences of a batch"),
         ("s", 64, "tokens of a sequence"),
-        ("rate", 3e-3, "the greatest learning rate"),
         ("every", 10, "steps from line to line, and from state to state"),
     ):
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
+        parser.add_argument(f"--{name}", type=common.at_least(1), default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--rate", type=float, default=3e-3, help="the greatest learning rate (default: 0.003)")
     return vars(parser.parse_args())
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    common.run(main, **arguments())

@@ -4,14 +4,12 @@
 and unpacks it there. So the host holds one parameter's part at a time, and several hosts each read what they need.
 """
 
-import json
-import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,103 +17,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import PackedExperts, pack_experts
 from jax_dsv4_fmha.layers import from_state_dict
 
+from .checkpoint import Checkpoint
 from .drafts import SHARED, DSpark
 from .engram import words
 from .model import Model
 from .packed import Packed, in_file, unpacked
 
-DTYPES = {
-    "F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16, "I64": jnp.int64,
-    "I32": jnp.int32, "I8": jnp.uint8, "U8": jnp.uint8, "F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu,
-}  # fmt: skip
-NAMES = {
-    r"^model\.": "", r"^language_model\.": "", r"^embed_tokens\.": "embed.", r"^lm_head\.": "head.",
-    r"^hc_head\.hc_": "hc_head_", r"\.self_attn\.": ".attn.", r"\.attn\.norm\.": ".attn.kv_norm.", r"\.mlp\.": ".ffn.",
-    r"\.input_layernorm\.": ".attn_norm.", r"\.post_attention_layernorm\.": ".ffn_norm.",
-    r"\.attn_hc\.": ".hc_attn_", r"\.ffn_hc\.": ".hc_ffn_", r"\.weight_scale_inv$": ".scale",
-    r"\.gate\.e_score_correction_bias$": ".gate.bias", r"experts\.gate_proj\.": "experts.w1.",
-    r"experts\.down_proj\.": "experts.w2.", r"experts\.up_proj\.": "experts.w3.",
-}  # fmt: skip
-"""DeepSeek's names for Hugging Face's, outside of attention"""
-
-
 OTHERS = r"vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
 """of what reads pictures"""
+STAY = re.compile(r".*(experts\.|\.engram\.wkv\.|\.main_proj\.)")
+"""matrices that the model takes packed"""
+ROUTED = re.compile(r".*\.ffn\.experts\.")
+MXFP4 = (1, 32)
+"""the block of a scale, which is a power of two"""
+MULTIPLE, MOST_EXPERTS = 256, 1024
+"""of rows and columns that `pack_experts` takes, and of experts"""
 unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
-
-
-class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of a directory's *.safetensors by DeepSeek's names, mapped into memory: read where they are used.
-
-    (The library safetensors gives NumPy no tensors of 8 bits.)
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.tensors: dict[str, np.ndarray] = {}
-        files = sorted(Path(directory).glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"no *.safetensors in {directory}")
-        for path in files:
-            whole = np.memmap(path, np.uint8, "r")
-            size = int(whole[:8].view("<u8")[0])
-            for name, x in json.loads(bytes(whole[8 : 8 + size])).items():
-                if name != "__metadata__":
-                    begin, end = x["data_offsets"]
-                    data = whole[8 + size + begin : 8 + size + end].view(DTYPES[x["dtype"]])
-                    self._add(name, data.reshape(x["shape"]))
-
-    def _add(self, name: str, x: np.ndarray) -> None:
-        for theirs, ours in NAMES.items():
-            name = re.sub(theirs, ours, name)
-        stacked = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", name)  # Hugging Face's: all experts in one
-        if stacked:
-            parts = {"gate_up": ("w1", "w3"), "down": ("w2",)}[stacked[2]]
-            for e, expert in enumerate(x):
-                for part, y in zip(parts, np.split(expert, len(parts)), strict=True):
-                    self.tensors[f"{stacked[1]}.{e}.{part}.weight"] = y
-        else:
-            self.tensors[name] = x
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.tensors[name]
-
-    def __iter__(self):
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def scale(self, name: str) -> np.ndarray | None:
-        return self.tensors.get(name.removesuffix(".weight") + ".scale")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor unpacked; raises ValueError if there is none of this name."""
-        if name not in self.tensors:
-            raise ValueError(f"{name}: got none, wanted it in the checkpoint")
-        x = self.tensors[name]
-        return (*x.shape[:-1], x.shape[-1] * (2 if x.dtype == np.uint8 else 1))
-
-    def piece(self, name: str, index: tuple[slice, ...], bare: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """A part of a tensor as it is in the file, and the scales of its rows, one for each block of columns, if any.
-
-        index is one of the tensor unpacked: a byte of FP4 has two columns. bare: without the scales.
-        """
-        x = self[name]
-        scale = self.scale(name)
-        if scale is None or bare:
-            return x[index], None
-        shape = self.shape(name)
-        per_byte = shape[1] // x.shape[1]
-        rows, columns = (s.indices(n) for s, n in zip(index, shape, strict=True))
-        block = [
-            next(b for b in (1, 32, 128) if -(-n // b) == parts) for n, parts in zip(shape, scale.shape, strict=True)
-        ]
-        step = math.gcd(block[1], *columns[:2])  # columns that have one scale, wherever the part begins and ends
-        scale = np.repeat(scale, block[0], 0)[rows[0] : rows[1]]
-        scale = np.repeat(scale, block[1] // step, 1)[:, columns[0] // step : columns[1] // step]
-        return x[rows[0] : rows[1], columns[0] // per_byte : columns[1] // per_byte], scale
 
 
 def connections(prefix: str) -> dict[str, Any]:
@@ -183,6 +103,92 @@ def sources_of_drafts(model: DSpark) -> dict[str, Any]:
     }
 
 
+Source = tuple[Any, tuple[int, ...]]
+
+
+class Stack(NamedTuple):
+    """Layers of a checkpoint, and what is beside them."""
+
+    model: Model
+    at: str
+    sources: dict[str, Any]
+    wanted: Any
+    """shapes and dtypes"""
+    specs: Any
+
+    def prefix(self, layer: int) -> str:
+        """The beginning of the names of a layer's tensors of attention."""
+        return f"{self.at}.{layer}.attn."
+
+    @classmethod
+    def map(cls, f: Callable[..., Any], sources: Any, *others: Any) -> Any:
+        """f(source, …) of each source, and of what the others have in its place; they may have more."""
+        if isinstance(sources, dict):
+            return {name: cls.map(f, sources[name], *(x[name] for x in others)) for name in sorted(sources)}
+        if isinstance(sources, list):
+            return [cls.map(f, *of_one) for of_one in zip(sources, *others, strict=True)]
+        return f(sources, *others)
+
+
+def blocks_of(checkpoint: Checkpoint, source: Source, shape: jax.ShapeDtypeStruct) -> tuple[int, int] | None:
+    """The rows and columns with one scale in the tensors of a parameter; None if they have none.
+
+    Raises:
+      ValueError: a tensor cannot be the parameter, or is in another form than the first.
+    """
+    names, axes = np.array(source[0], object), source[1]
+    of_tensor = tuple(shape.shape[axes.index(axis)] for axis in range(names.ndim, len(axes)))
+    forms = [checkpoint.check(name, of_tensor, shape.dtype) for name in names.flat]
+    for name, form in zip(names.flat, forms, strict=True):
+        if form != forms[0]:
+            got, first = (f"{dtype} with scales of {block}" if block else dtype for dtype, block in (form, forms[0]))
+            raise ValueError(f"{checkpoint.entries[name]}: got {got}, wanted {first}, as {names.flat[0]} is")
+    return forms[0][1]
+
+
+def check(checkpoint: Checkpoint, stacks: Sequence[Stack], model: Model) -> None:
+    """Raises ValueError unless the checkpoint has what the stacks want and nothing else, before any of it is read.
+
+    Tensors of attention are checked by `from_state_dict`, when they are read.
+    """
+    used: set[str] = set()
+
+    def use(source: Source, shape: jax.ShapeDtypeStruct) -> None:
+        names = list(np.array(source[0], object).flat)
+        used.update(names)
+        if blocks_of(checkpoint, source, shape):
+            used.update(map(checkpoint.scale, names))
+        if jnp.issubdtype(shape.dtype, jnp.integer):  # a table of experts
+            table, entry = checkpoint[names[0]], checkpoint.entries[names[0]]
+            if not 0 <= table.min() <= table.max() < model.experts:
+                got = f"numbers of experts from {table.min()} to {table.max()}"
+                raise ValueError(f"{entry}: got {got}, wanted 0 to {model.experts - 1}")
+
+    for stack in stacks:
+        stack.map(use, stack.sources, stack.wanted)
+        prefixes = tuple(stack.prefix(i) for i in range(len(stack.model.layers)))
+        used.update(name for name in checkpoint if name.startswith(prefixes))
+    others = OTHERS + (r"|mtp\..*\.confidence_head\." if len(stacks) > 1 else r"|mtp\.")
+    if unused := sorted(name for name in set(checkpoint) - used if not re.match(others, name)):
+        some = "; ".join(str(checkpoint.entries[name]) for name in unused[:5]) + "; …" * (len(unused) > 5)
+        raise ValueError(f"{checkpoint.directory}: got {len(unused)} tensors of no use here, wanted none: {some}")
+
+
+def fits_fused_moe(
+    checkpoint: Checkpoint, names: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> bool:
+    """Whether these are matrices `[rows, columns]` of routed experts in MXFP4 that `pack_experts` takes."""
+    if block != MXFP4 or not ROUTED.match(names.flat[0]):
+        return False
+    of_scales = checkpoint.entries[checkpoint.scale(names.flat[0])].dtype
+    return of_scales == "F8_E8M0" and not any(n % MULTIPLE for n in shape) and len(names) <= MOST_EXPERTS
+
+
+def is_whole(spec: P, mesh: Mesh | None) -> bool:
+    """Whether a device has all of an expert's matrix, of which this PartitionSpec shares out the rest."""
+    return mesh is None or all(mesh.shape[name] == 1 for name in jax.tree.leaves(tuple(spec[1:])))
+
+
 def load(
     model: Model | DSpark,
     directory: str | Path,
@@ -194,35 +200,35 @@ def load(
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
-    in; with packed=True they stay as they are, outside of attention, as `Packed`. Layers for drafts are left out of a
-    `Model`, and what reads pictures. Engrams take words from tokenizer.json.
+    in; with packed=True they stay in 4 or 8 bits, outside of attention: as `Packed`, or, routed experts in MXFP4 that
+    no device has a part of, laid out for `fused_moe`. Layers for drafts are left out of a `Model`, and what reads
+    pictures. Engrams take words from tokenizer.json.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, or has no use.
+      FileNotFoundError: there are no such files, or one that the index names is not there.
+      ValueError: a file is damaged; a tensor is missing, is there twice, has another shape or dtype, or has no use; a
+        matrix in 4 or 8 bits has no scales, or those of other blocks, or scales have no such matrix.
     """
-    checkpoint, used, began, size = Checkpoint(directory), set(), time.perf_counter(), 0
-    wanted = jax.eval_shape(partial(model.init, dtype=dtype), jax.random.key(0))
+    checkpoint, began, size = Checkpoint(directory), time.perf_counter(), 0
+    wanted, specs = jax.eval_shape(partial(model.init, dtype=dtype), jax.random.key(0)), model.partition()
+    whole = model.model if isinstance(model, DSpark) else model
+    stacks = [Stack(whole, "layers", sources(whole), wanted, specs)]
+    if isinstance(model, DSpark):
+        stacks.append(Stack(model.stack, "mtp", sources_of_drafts(model), wanted["drafts"], specs["drafts"]))
+    check(checkpoint, stacks, whole)
 
     def sharding(spec: P) -> jax.sharding.Sharding:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, spec)
 
-    def parameter(source: tuple[Any, tuple[int, ...]], shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed:
+    def parameter(source: Source, shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed | PackedExperts:
         names, axes = np.array(source[0], object), source[1]
-        used.update(name.removesuffix(".weight") + end for name in names.flat for end in ("", ".weight", ".scale"))
-
+        block = blocks_of(checkpoint, source, shape)
         of_tensor = tuple(shape.shape[axes.index(axis)] for axis in range(names.ndim, len(axes)))
-        for name in names.flat:
-            if checkpoint.shape(name) != of_tensor:
-                got = f"{checkpoint[name].dtype}{list(checkpoint.shape(name))}"
-                raise ValueError(f"{name}: got {got}, wanted {list(of_tensor)}")
-
-        of_file = (*names.shape, *of_tensor)
-        bare = shape.dtype == jnp.float8_e4m3fn  # a table, whose scales are a parameter of their own
 
         def piece(index: Sequence[slice], device: jax.Device) -> tuple[jax.Array, jax.Array | None]:
             """A part of the tensors on its device as the file has it: codes and scales."""
             chosen = np.asarray(names[tuple(index[: names.ndim])], object)
-            found = [checkpoint.piece(name, tuple(index[names.ndim :]), bare) for name in chosen.flat]
+            found = [checkpoint.piece(name, tuple(index[names.ndim :]), block) for name in chosen.flat]
             codes, scales = (
                 None if parts[0] is None else np.stack(parts).reshape(*chosen.shape, *parts[0].shape)
                 for parts in zip(*found, strict=True)
@@ -240,8 +246,22 @@ def load(
 
             return jax.tree.map(joined, *parts)
 
-        if packed and not bare and checkpoint.scale(names.flat[0]) is not None:
-            return Packed(*put(of_file, sharding(in_file(spec, axes)), piece), axes)
+        def experts(where: jax.sharding.Sharding) -> PackedExperts:
+            rest = (slice(None),) * (len(axes) - 1)
+            parts = []
+            for device, index in where.addressable_devices_indices_map((len(names),)).items():
+                with jax.set_mesh(None):
+                    parts.append(pack_experts(*piece([*index, *rest], device)))
+
+            def joined(*parts: jax.Array) -> jax.Array:
+                return jax.make_array_from_single_device_arrays((len(names), *parts[0].shape[1:]), where, list(parts))
+
+            return jax.tree.map(joined, *parts)
+
+        if packed and fits_fused_moe(checkpoint, names, of_tensor, block) and is_whole(spec, mesh):
+            return experts(sharding(P(spec[0])))
+        if packed and block and STAY.match(names.flat[0]):
+            return Packed(*put((*names.shape, *of_tensor), sharding(in_file(spec, axes)), piece), axes)
 
         def part(index: tuple[slice, ...], device: jax.Device) -> jax.Array:
             with jax.set_mesh(None):  # a program of this device alone
@@ -249,34 +269,33 @@ def load(
 
         return put(shape.shape, sharding(spec), part)
 
-    def parameters(of: Any, wanted: Any, specs: Any) -> Any:
+    def attention(layer: Any, prefix: str, specs: Any) -> Any:
+        tensors = {name: checkpoint[name] for name in checkpoint if name.startswith(prefix)}
+        try:
+            return from_state_dict(layer, tensors, prefix, dtype, jax.tree.map(sharding, specs))
+        except ValueError as e:
+            raise ValueError(f"{directory}: {checkpoint.named(str(e))}") from None
+
+    def counted(made: Any) -> Any:
         nonlocal size
-        is_source = lambda x: isinstance(x, tuple)  # noqa: E731
-        made = jax.tree.map(parameter, of, {k: wanted[k] for k in of}, {k: specs[k] for k in of}, is_leaf=is_source)
         size += sum(x.nbytes for x in jax.tree.leaves(made))
         return made
 
-    def everything(model: Model, of: dict[str, Any], wanted: Any, specs: Any, at: str = "layers") -> dict[str, Any]:
-        nonlocal size
-        layers = of.pop("layers")
-        params = {**parameters(of, wanted, specs), "layers": []}
-        for i, layer in enumerate(model.layers):
-            prefix = f"{at}.{i}.attn."
-            tensors = {name: x for name, x in checkpoint.items() if name.startswith(prefix)}
-            used.update(tensors)
-            where = jax.tree.map(sharding, specs["layers"][i]["attention"])
-            attention = from_state_dict(layer, tensors, prefix, dtype, where)
-            own = parameters(layers[i], wanted["layers"][i], specs["layers"][i])
-            size += sum(x.nbytes for x in jax.tree.leaves(attention))
-            params["layers"].append({**own, "attention": attention})
+    def everything(of: Stack) -> dict[str, Any]:
+        layers = of.sources.pop("layers")
+        params = {**counted(of.map(parameter, of.sources, of.wanted, of.specs)), "layers": []}
+        for i, layer in enumerate(of.model.layers):
+            its = of.specs["layers"][i]
+            own = counted(of.map(parameter, layers[i], of.wanted["layers"][i], its))
+            own["attention"] = counted(attention(layer, of.prefix(i), its["attention"]))
+            params["layers"].append(own)
             rate = size / 2**30 / (time.perf_counter() - began)
-            progress(f"layer {i + 1} of {len(model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
+            progress(f"layer {i + 1} of {len(of.model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
         return params
 
-    specs, whole = model.partition(), model.model if isinstance(model, DSpark) else model
-    params = everything(whole, sources(whole), wanted, specs)
-    if isinstance(model, DSpark):
-        params["drafts"] = everything(model.stack, sources_of_drafts(model), wanted["drafts"], specs["drafts"], "mtp")
+    params = everything(stacks[0])
+    for of in stacks[1:]:
+        params["drafts"] = everything(of)
     if whole.engrams is not None:
         of_tokens = np.zeros(whole.vocabulary, np.int32)
         found = words(Path(directory) / "tokenizer.json")
@@ -284,7 +303,4 @@ def load(
             raise ValueError(f"tokenizer.json: got {found.max() + 1} words, wanted the config's {whole.engrams.words}")
         of_tokens[: len(found)] = found
         params["words"] = jax.device_put(of_tokens, sharding(P()))
-    others = OTHERS + (r"|mtp\..*\.confidence_head\." if isinstance(model, DSpark) else r"|mtp\.")
-    if unused := sorted(name for name in set(checkpoint) - used if not re.match(others, name)):
-        raise ValueError(f"{directory}: {len(unused)} tensors have no use in this model: {', '.join(unused[:5])}, …")
     return params

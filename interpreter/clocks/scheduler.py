@@ -12,10 +12,10 @@ import itertools
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..machine.decode import Code
 from ..machine.hazards import Fault
 from ..machine.scheduler import MAX_STEPS, check_end, check_exit, deadlock, leave, rejoin
 from ..machine.state import AsyncOp, Cta, Machine, Wait, Warp
@@ -23,8 +23,9 @@ from ..machine.timeline import barrier_of
 from .architecture import constants_of
 from .blocks import Block, Blocks, Group
 from .costs import costs_of
-from .timing import Cause, Timing, Waited
-from .units import UNITS, Product, Sm, access, bytes_of, demand_of
+from .runner import Cause, Runner, Waited
+from .timing import Timing
+from .units import Product, Sm, access, bytes_of, demand_of
 
 WARPGROUP = 128  # threads
 BACKLOG = 1500  # clocks of stores on their way out, until a warp that stores more waits
@@ -37,27 +38,11 @@ class Even(random.Random):
         return 0.99
 
 
-@dataclass(eq=False)
-class Runner:
-    """A warp by clocks."""
-
-    warp: Warp
-    sm: Sm
-    at: float = 0.0  # when it may issue next
-    ready: dict[int, float] = field(default_factory=dict)  # slot -> when its value is there
-    own: dict[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 0.0))  # when a unit takes its next
-    block: Block | None = None
-    place: int = 0
-    since: float = 0.0  # when it began to wait
-    what: str = ""  # for what
-    cause: Cause | None = None  # why it went on
-    waits: list[Waited] = field(default_factory=list)
-
-
 def run(m: Machine, ctas: int = 1, *, cold: bool = False, alone: bool = False) -> Timing:
-    """Raises what is found, as `machine.run()` does. `ctas`: how many share an SM; `cold`: whether what is loaded comes
-    out of HBM, and not out of the L2 cache; `alone`: each warpgroup has an SM of its own, where nothing waits for a
-    unit, so that only chains are left."""
+    """Runs a launch by clocks, and raises what is found, as the machine's `scheduler.run` does. `ctas`: how many share
+    an SM; `cold`: whether what is loaded comes out of HBM, and not out of the L2 cache; `alone`: each warpgroup has an
+    SM of its own, where nothing waits for a unit, so that only chains are left.
+    """
     with np.errstate(all="ignore"):
         return Clockwork(m, ctas, cold, alone).run()
 
@@ -71,8 +56,9 @@ class Clockwork:
             self.c["l2"] = self.c["hbm"]
             for name in ("l2 latency", "tma latency", "gather latency"):
                 self.c[name] += self.c["hbm latency"]
-        self.costs = costs_of(m.code, self.c)
-        self.blocks = Blocks(m.code, self.costs, fences_of(m))
+        self.code = Code.of(m.program)
+        self.costs = costs_of(self.code, self.c)
+        self.blocks = Blocks(self.code, self.costs, fences_of(self.code))
         size = m.cluster_size
         if alone:
             ctas, self.groups = 1, -(-m.threads // WARPGROUP)
@@ -201,12 +187,12 @@ class Clockwork:
                         ready[slot] = t + cost.latency
                     place += 1
                     if place == len(order) or costs[order[place]].ordered:
-                        self.group(block, place).execute(w, m.code.steps)
+                        self.group(block, place).execute(w, self.code.steps)
                 else:
                     w.pc = block.end
                 r.block = None
         except Fault as fault:
-            raise fault.at_line(w.instruction, w.name) from None
+            raise fault.at_line(w.instruction.line, w.instruction.text, w.name) from None
 
     def group(self, block: Block, end: int) -> Group:
         """The arithmetic that ends at a place in a block's order."""
@@ -250,7 +236,7 @@ class Clockwork:
         """When the registers of instruction n are there, where it is issued at a time."""
         i, c = self.m.program.code[n], self.c
         opcode, latency = i.opcode.replace(".volatile", ""), self.costs[n].latency
-        decoder = self.m.code.decoder
+        decoder = self.code.decoder
         if opcode.startswith(("ld.shared", "st.shared", "ldmatrix", "stmatrix", "atom.shared", "red.shared")):
             writes = opcode.startswith(("st", "red"))
             address = i.args[0 if writes else 1]
@@ -322,7 +308,8 @@ class Clockwork:
         try:
             op.run(op)
         except Fault as fault:
-            raise fault.at_line(op.instruction, f"{op.kind} issued by {op.warp.name}") from None
+            i = op.instruction
+            raise fault.at_line(i.line, i.text, f"{op.kind} issued by {op.warp.name}") from None
         op.done, m.news = True, False
         for later in self.then.pop(op.number, ()):
             self.missing[later.number] -= 1
@@ -421,20 +408,20 @@ def size_of(op: AsyncOp) -> int:
     return int(found[1]) if found else 0
 
 
-def fences_of(m: Machine) -> list[tuple[frozenset[int], frozenset[int]]]:
+def fences_of(code: Code) -> list[tuple[frozenset[int], frozenset[int]]]:
     """For each instruction, registers of products and loads that it orders."""
-    of_products = frozenset(m.code.decoder.fenced)
+    of_products = frozenset(code.decoder.fenced)
     costs_writes = frozenset(
-        m.code.decoder.slots[name, ""]
-        for i in m.program.code
+        code.decoder.slots[name, ""]
+        for i in code.program.code
         if i.opcode.startswith("tcgen05.ld")
         for name in (i.args[0] if isinstance(i.args[0], tuple) else (i.args[0],))
-        if isinstance(name, str) and (name, "") in m.code.decoder.slots
+        if isinstance(name, str) and (name, "") in code.decoder.slots
     )
     nothing = frozenset[int](), frozenset[int]()
     orders = {"wgmma.fence": of_products, "wgmma.wait_group": of_products, "tcgen05.wait::ld": costs_writes}
     found = []
-    for i in m.program.code:
+    for i in code.program.code:
         slots = next((x for name, x in orders.items() if i.opcode.startswith(name)), None)
         found.append(nothing if slots is None else (slots, slots))
     return found

@@ -5,37 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ..machine.state import AsyncOp, Machine
-
-if TYPE_CHECKING:
-    from .scheduler import Runner
-    from .units import Product, Sm
-
-
-@dataclass(eq=False, slots=True)
-class Cause:
-    """Why a warp went on at a time: what another did, or an operation."""
-
-    who: Runner
-    op: AsyncOp | None
-    at: float
-    before: Cause | None  # why that one had gone on
-    issued: float = 0.0
-
-
-@dataclass(slots=True)
-class Waited:
-    start: float
-    end: float
-    what: str
-    line: int
-    cause: Cause  # what ended it
-
-    def __str__(self) -> str:
-        by = self.cause.op.kind if self.cause.op is not None else f"warp {self.cause.who.warp.number}"
-        return f"line {self.line} ({self.what}), which {by} let go"
+from ..machine.state import Machine
+from .runner import Cause, Runner
+from .units import Product, Sm
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..machine import scheduler
+from ..machine.decode import Code
 from ..machine.parser import parse
 from ..machine.reductions import BY_HOST
 from ..machine.rules import MANUAL, Rule
@@ -97,7 +99,7 @@ def run(
     rules: Collection[Rule] = MANUAL,
     record: bool = False,
     started: Run | None = None,
-    by: Callable[[Machine], object] = Machine.run,
+    by: Callable[[Machine], object] = scheduler.run,
 ) -> Run:
     """Raises what is found. `started`: a new run of these arguments, which has its machines even then. `by`: what runs
     a machine, in place of its own scheduler."""
@@ -138,7 +140,7 @@ def about_to_run(launch: Launch, memory: GlobalMemory, *, seed: int, rules: Coll
     for place, blob in zip(program.params.values(), launch.params, strict=True):
         params[place.offset : place.offset + place.size] = blob
     return Machine(
-        program,
+        Code.of(program),
         grid=launch.grid,
         threads=launch.block,
         smem_bytes=launch.smem_bytes,

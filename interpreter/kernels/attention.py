@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_dsv4_fmha._definitions.e4m3 import ROPE, SCALED
+from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import E4M3, KEEPING_ROPE, TURNING, UNIT_BYTES, Forward, MlaBackward
+from kernels.abi import BF16_ROPE, PLAIN, UNIT_BYTES, Forward, MlaBackward, Mode
 from kernels.packings import PACKED
 
 from ..machine.state import Array
@@ -44,6 +44,17 @@ class Operands:
     sources: tuple[Keys, ...]
     sink: Array
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
+    mode: Mode = PLAIN
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether products are of e4m3, and so are keys."""
+        return self.mode.precision != ""
+
+    @property
+    def keeps_rope(self) -> bool:
+        """Whether RoPE's part of scores is of bfloat16 where other products are of e4m3."""
+        return self.mode.precision == BF16_ROPE
 
     def named(self) -> dict[str, Array]:
         """What a launch is handed, by the names of addresses."""
@@ -55,7 +66,7 @@ class Operands:
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         table = () if self.table is None else (self.table,)
-        if TURNING.get(self.op, self.op) in ("mha_fwd", "mla_span_fwd"):
+        if self.op in ("mha_fwd", "mla_span_fwd") and not self.mode.order:
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
             return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink, *table
@@ -114,9 +125,6 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        if isinstance(variant, Forward) and variant.gives_codes:  # greatest numbers on both sides of a power of two
-            sizes = np.resize(np.repeat([1, 1.4, 0.6, 2.1], SCALED), d).astype(np.float32)
-            k = (k * sizes).astype(k.dtype)
         v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
         looked_at = any_query(seen[-1])
         if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
@@ -124,8 +132,9 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         sources.append(Keys(k, v, *seen))
-    if variant.op in E4M3:
-        sources = [as_codes(of_many_sizes(x), variant.op) for x in sources]
+    is_e4m3 = variant.mode.precision != ""
+    if is_e4m3:
+        sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
     slots = {
@@ -134,16 +143,16 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         if x.pool is not None
     }
     q = normal(8, b, s_q, h_q, d)
-    if variant.op in E4M3:  # which has units of its own
+    if is_e4m3:  # which has units of its own
         q = np.ldexp(q, -rng.integers(0, 5, (b, s_q, h_q, 1))).astype(q.dtype)
     table = None
     if variant.turns:
         angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)
         table = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(b, s_q, 64)
-    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table)
+    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, variant.mode)
 
 
-def as_codes(keys: Keys, op: str) -> Keys:
+def as_codes(keys: Keys, mode: Mode) -> Keys:
     """The same keys rounded to codes of e4m3 in their units, with NaN where no query looks. Without units, each has one
     by which its greatest number is between 128 and 512, so that some numbers are beyond the range.
     """
@@ -155,7 +164,7 @@ def as_codes(keys: Keys, op: str) -> Keys:
     v = codes.astype(np.float32) * units[..., None]
     rows, tail = [codes.view(np.uint8)], np.zeros((*units.shape, UNIT_BYTES), np.uint8)
     tail[..., :2] = units.astype(keys.k.dtype)[..., None].view(np.uint8)
-    if op in KEEPING_ROPE:
+    if mode.precision == BF16_ROPE:
         rope = (k[..., -ROPE:] / units[..., None]).astype(keys.k.dtype)
         rows.append(rope.view(np.uint8))
         k = np.concatenate([v[..., :-ROPE], k[..., -ROPE:]], -1)
@@ -175,17 +184,6 @@ def of_many_sizes(keys: Keys) -> Keys:
 def e4m3(x: Array) -> Array:
     """x rounded; beyond 448 it is 448."""
     return np.clip(x, -448, 448).astype(np.dtype("float8_e4m3fn"))
-
-
-def scales_of(amax: Array) -> Array:
-    """The least power of two of which 448 times are not less than this greatest number, in float64."""
-    k = np.ceil(np.log2(np.maximum(amax, 1e-10) / 448))
-    return np.asarray(np.exp2(k))
-
-
-def in_blocks(x: Array) -> Array:
-    """Columns [..., d] as [..., blocks, SCALED]."""
-    return x.reshape(*x.shape[:-1], -1, SCALED)
 
 
 def beyond(x: Operands) -> Operands:
@@ -255,11 +253,11 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     if x.table is not None:
         o, lse = answer(replace(x, q=normed(turned(x.q, x.table), x.q, eps), table=None), scale)
         return turned(o, x.table * np.resize([1, -1], 64)), lse
-    if x.op in E4M3:
+    if x.is_e4m3:
         top = np.abs(x.q.astype(np.float64)).max(-1, keepdims=True)
         unit = np.exp2(np.floor(np.log2(top)) - 7)
         q = e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit
-        if x.op in KEEPING_ROPE:
+        if x.keeps_rope:
             q[..., -ROPE:] = x.q[..., -ROPE:].astype(np.float64)
         x = replace(x, q=q)
     b, s_q, h_q, d = x.q.shape
@@ -278,7 +276,7 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     p = np.exp(np.minimum(logits - top[..., None], 0))
     with np.errstate(divide="ignore"):
         lse = top + np.log((counts * p).sum(-1))
-    if x.op in E4M3:
+    if x.is_e4m3:
         units = np.concatenate([keys.units for keys in x.sources], axis=1)[:, None, None, None]
         p = rounded_weights(logits, units, top[..., None], counts)
     p = counts * p

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kernels.abi import BY_COLUMNS, RowColumns, RowScores
+from kernels.abi import RowColumns, RowScores
 
+from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
 from . import attention, native
 from .launch import Kernel, add_outputs, machine, outputs_of
@@ -18,7 +19,7 @@ LEFT = ("scores", "tops", "gathered", "counts")
 
 def typical(variant: RowScores) -> attention.Operands:
     """Two queries: one sees nothing, the other one more tiles of keys than the second kernel has places for."""
-    whole = f"{BY_COLUMNS[variant.op]}_{variant.arch}_d{variant.d}_{variant.dtype}" + f"_{variant.packing}".rstrip("_")
+    whole = f"{variant.op}_{variant.arch}_d{variant.d}_{variant.dtype}" + f"_{variant.packing}".rstrip("_")
     return attention.operands(native.variant_of(whole), b=1, s_q=2, h_q=33, s_kv=230, s_kv1=90, topk=64 * 13)
 
 
@@ -81,10 +82,10 @@ def run(
     -3, that the first one leaves.
     """
     scores, columns = replace(scores, ptx=edits[0](scores.ptx)), replace(columns, ptx=edits[1](columns.ptx))
-    (scored := score(scores, x, seed=seed, **how)).run()
+    scheduler.run(scored := score(scores, x, seed=seed, **how))
     like = left_by_scores(x, how.get("room", 0) or room_for(x))
     between(*(view(scored, name, like[name]) for name in ("scores", "gathered")))
-    (added := add_columns(columns, x, scored, seed=seed)).run()
+    scheduler.run(added := add_columns(columns, x, scored, seed=seed))
     o, lse = (view(added, name, like) for name, like in outputs_of(x).items())
     return o, lse
 

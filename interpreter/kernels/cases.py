@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from kernels.abi import ANY, E4M3, TURNING, Forward
+from kernels.abi import ANY, Forward
 from kernels.packings import PACKED
 
 from . import attention, native
@@ -20,7 +20,7 @@ EVERYTHING = 1 << 30  # a width: all keys so far
 
 def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
     """The extents of a case, in tiles of `tile_n` keys; None where it makes no sense."""
-    n, sparse, op = tile_n, variant.gathers, (TURNING | E4M3).get(variant.op, variant.op)
+    n, sparse, op = tile_n, variant.gathers, variant.op
     # two sources whose tiles come in pairs: more numbers of tiles that one may leave to the other
     many_pairs = op in ("csa_fwd", "hca_fwd") and variant.max_heads == ANY
     table: dict[str, dict[str, int]] = {
@@ -50,7 +50,7 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
             "topk": 3 * n + 9,
         },
     }
-    if op == "mla_span_fwd":
+    if op == "mla_span_fwd" and not variant.shares_tiles:
         # a few keys after a pair of tiles, or after two; the last tiles of rows see more
         table["after a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
         table["after two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
@@ -115,5 +115,5 @@ def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Ope
         for array in (k, v):
             array[~counts.any(1)] = np.nan
         made = attention.Keys(k, v, seen_from, seen_to, counts)
-        sources.append(attention.as_codes(made, x.op) if x.op in E4M3 else made)
+        sources.append(attention.as_codes(made, x.mode) if x.is_e4m3 else made)
     return dataclasses.replace(x, sources=tuple(sources))

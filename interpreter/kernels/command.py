@@ -26,8 +26,8 @@ from kernels.variants import VARIANTS
 
 from .. import clocks
 from ..arguments import count, file
+from ..machine import scheduler
 from ..machine.hazards import Fault
-from ..machine.scheduler import Policy
 from ..machine.timeline import lines, plot
 from ..orders.verdict import verdict
 from . import cases
@@ -96,10 +96,8 @@ def main(argv: list[str] | None = None) -> int:
         return show_orders(prepared)
     machine, judged = prepared.make(args.seed or 0, True)
     found = None
-    if args.seed is None:
-        machine.policy = Policy.even(machine)
     try:
-        machine.run()
+        scheduler.run(machine, scheduler.Policy.even(machine) if args.seed is None else None)
         judged(machine)
     except Fault as fault:
         found = fault

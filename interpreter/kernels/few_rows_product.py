@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels.abi import FewRowsProduct
 
+from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
 from . import native
 from .launch import Edit, Kernel, machine
@@ -165,7 +166,7 @@ def launched(
 def results(x: Problem, **how: Any) -> dict[str, Array]:
     """The kernel's results, by name; how: as in `launched`."""
     of_launch, found = launched(x, **how), {}
-    of_launch.run()
+    scheduler.run(of_launch)
     for name, (shape, dtype) in x.shapes().items():
         array = of_launch.memory.named(name)
         found[name] = array.bytes[: array.size].view(dtype).reshape(shape)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_dsv4_fmha._host import gradients as raw
-from kernels.abi import BACKWARD_OPS, BOUNDS, TURNING_GRADIENTS, Forward, MlaBackward
+from kernels.abi import Forward, MlaBackward
+from kernels.variants import VARIANTS
 
 from ..machine.state import Array
 from . import native
@@ -18,10 +19,11 @@ from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
 
 FUNCTIONS = {
-    op: functools.partial(getattr(raw, op), eps=native.EPS) if op in TURNING_GRADIENTS else getattr(raw, op)
-    for op in BACKWARD_OPS
-    if op not in BOUNDS
+    v.name: functools.partial(raw.mla_bwd, v.op, native.raw_mode(v), eps=native.EPS if v.turns else None)
+    for v in VARIANTS
+    if isinstance(v, MlaBackward) and not v.bounds
 }
+"""The raw calls of gradients, by the names of their targets"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Operands:
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         a = self.attention
-        has_key_heads = TURNING_GRADIENTS.get(a.op, a.op) == "mla_span_bwd"
+        has_key_heads = a.op == "mla_span_bwd"
         if a.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = a.sources
             values = None if x.v is x.k else x.v
@@ -195,7 +197,7 @@ def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
     at = (slice(b, b + 1), slice(query, query + 1), slice(head, head + 1))
     shape = a.shape._replace(b=1, s_q=1, h_q=1, h_kv=1)
     table = None if a.table is None else a.table[at[:2]]
-    alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]], table)
+    alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]], table, mode=a.mode)
     return Operands(alone, *(y[at].copy() for y in (x.do, x.lse, x.sink_factor, x.delta)))
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from kernels.abi import ANY, INDEX_BLOCK, IndexerScores, IndexerScoresAt, TopK
 from kernels.variants import VARIANTS
 
+from ..machine import scheduler
 from ..machine.reductions import add_cleared
 from ..machine.state import Array, Machine, new_memory
 from . import native, nibbles
@@ -229,7 +230,7 @@ def run(
     for first in range(0, call.blocks, at_a_time or call.blocks):
         count = min(at_a_time or call.blocks, call.blocks - first)
         scored = call.scoring(first, count, seed=seed, edit=edit_scores)
-        scored.run()
+        scheduler.run(scored)
         parts.append(call.rows(scored))
 
         memory = new_memory()  # between the two is a kernel's end
@@ -240,7 +241,7 @@ def run(
             addresses[name] = memory.add(name, None, array.nbytes)
         _, launch = call.plans(first, count, addresses)
         choice = replace(choosing, ptx=edit_topk(choosing.ptx))
-        machine(choice, launch, memory, seed=seed).run()
+        scheduler.run(machine(choice, launch, memory, seed=seed))
         of_query = np.arange(b)[:, None] * call.blocks_of_entry + np.arange(s_q) // queries
         mine = (of_query >= first) & (of_query < first + count)
         for name, array in (("indices", out.indices), ("values", out.values)):
@@ -269,7 +270,7 @@ def choose(
     shape = {"b": 1, "s_q": rows, "s_c": s_c, "heads": 1, "topk": topk, "type": native.FLOAT32, "queries": 1}
     shape |= {"of_4_bits": 0, "stride": s_c, "wants_values": 1, "keys_of_score": 1, "pages": 0, "page": 0, "width": 0}
     _, choice = native.plan_indexer(shape, ctas_of_row=kernel.facts["cluster"], count=rows, addresses=addresses)
-    machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
+    scheduler.run(machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed))
     indices, values = (
         (b := memory.named(name)).bytes[: b.size].view(dtype).reshape(1, rows, topk)
         for name, dtype in (("indices", np.int32), ("values", np.float32))
@@ -461,7 +462,7 @@ def run_at(
     """scores, or of a gradient's kernel dq, dk and dweights."""
     kernel = Kernel.of(variant)
     call = CallAt(replace(kernel, ptx=edit(kernel.ptx)), x)
-    (ran := call.machine(seed=seed)).run()
+    scheduler.run(ran := call.machine(seed=seed))
     return call.results(ran)
 
 

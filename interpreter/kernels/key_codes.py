@@ -14,6 +14,7 @@ from jax_dsv4_fmha._definitions.e4m3 import ROPE, codes, unit_of_key
 from jax_dsv4_fmha._definitions.packed import LAYOUTS, quantize_cache
 from kernels.abi import UNIT_BYTES, KeyCodes
 
+from ..machine import scheduler
 from ..machine.state import Array, new_memory
 from . import native
 from .launch import Kernel, machine
@@ -70,7 +71,7 @@ def run(
     page = layout.page_entries(width) if layout else 1
     shape = {"b": b, "n": n, "rows": rows, "page": page, "page_bytes": width if layout else 0}
     plan = native.plan_key_codes(shape, tile_m=kernel.facts["tile_m"], addresses=addresses)
-    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
+    scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed))
     made: Array = memory.named("codes").bytes[: b * n * x.row].reshape(b, n, x.row)
     return made
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from kernels.abi import KvInsert
 
+from ..machine import scheduler
 from ..machine.reductions import add_cleared
 from ..machine.state import Array, GlobalMemory, new_memory
 from . import native
@@ -224,7 +225,7 @@ def run(
     addresses |= {name: _writable(memory, name, array.view(np.uint8).ravel()) for name, array in kept.items()}
     addresses["cache"] = _writable(memory, "cache", np.full(x.pages * x.page_bytes, UNWRITTEN, np.uint8))
     plan = native.plan_kv_insert(x.shape, EPS, tile_m=kernel.facts["tile_m"], addresses=addresses)
-    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
+    scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed))
     cache = memory.named("cache")
     found = (memory.named(name).bytes[: array.nbytes].view(array.dtype) for name, array in kept.items())
     state, sums, folded = (y.reshape(array.shape) for y, array in zip(found, kept.values(), strict=True))

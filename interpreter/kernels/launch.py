@@ -11,20 +11,19 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jax_dsv4_fmha._definitions.e4m3 import SCALED
-from kernels import build, calls
-from kernels.abi import BY_COLUMNS, Combine, Forward, Variant
+from kernels import build
+from kernels.abi import Combine, Forward, Variant
 from kernels.tables import Record
 
+from ..machine import scheduler
 from ..machine.copies import TensorMap
+from ..machine.decode import Code
 from ..machine.parser import parse
 from ..machine.state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 from . import attention, native
 
 BUILD = Path(__file__).parents[2] / "build"
 ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the driver's number of a type
-TARGETS = {target.name: target for target in calls.TARGETS}
-NUMPY = {"f32": np.dtype(np.float32), calls.CODES: np.dtype("float8_e4m3fn")}
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 
 
@@ -49,7 +48,7 @@ class Kernel(Generic[V]):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / f"{variant.key}.lock", "w") as lock:  # several test processes may want it
             fcntl.flock(lock, fcntl.LOCK_EX)
-            record = build.cached(variant, directory) or build.compile_one(variant, directory)
+            record = build.cached(variant, directory) or build.compile_one(variant, directory)[0]
         return Kernel(variant, (directory / f"{variant.key}.ptx").read_text(), record)
 
 
@@ -64,7 +63,7 @@ class Launch:
 
     def run(self) -> tuple[Array, ...]:
         """The results, in the order of `outputs`: of attention (o, lse)."""
-        self.machine.run()
+        scheduler.run(self.machine)
         return self.results()
 
     def results(self) -> tuple[Array, ...]:
@@ -127,7 +126,7 @@ def machine(
     if edits:
         raise LookupError(f"there is nothing to edit by the name of {', '.join(edits)}: {', '.join(plan.params)}")
     return Machine(
-        program,
+        Code.of(program),
         grid=plan.grid,
         threads=kernel.facts["threads"],
         smem_bytes=kernel.facts["smem_bytes"],
@@ -148,17 +147,8 @@ def parts_of(x: attention.Operands) -> dict[str, int]:
 
 
 def outputs_of(x: attention.Operands) -> dict[str, Array]:
-    """The results of attention whose keys are not split, by the names of addresses and in the order of the call: as
-    `kernels.calls` describes them, o and lse, or codes of o, lse and the scales of the codes.
-    """
-    extents = x.shape._asdict() | {"o_blocks": x.shape.d // SCALED}
-    results = {}
-    for array in TARGETS[BY_COLUMNS.get(x.op, x.op)].results:
-        form, name = array.forms[0], array.fields[0]
-        if not {"splits", "b_split"} & set(form.axes):
-            dtype = x.q.dtype if form.dtype == "T" else NUMPY[form.dtype]
-            results[name] = np.empty([extents[axis] for axis in form.axes], dtype)
-    return results
+    """The outputs of attention."""
+    return {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
 
 
 def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import numpy as np
 from jax_dsv4_fmha._host import gradients as raw
 from kernels.abi import MhaBackward, TileSpans
 
+from ..machine import scheduler
 from ..machine.reductions import add_cleared
 from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
@@ -53,7 +54,7 @@ def run_step(
 ) -> tuple[Array, ...]:
     """The results of one launch."""
     step, results = launch(kernel, x, scale, seen, tile_m=tile_m, seed=seed)
-    step.run()
+    scheduler.run(step)
     found = {name: step.memory.named(name) for name in results}
     return tuple(
         found[name].bytes[: found[name].size].view(like.dtype).reshape(like.shape) for name, like in results.items()

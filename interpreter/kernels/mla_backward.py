@@ -11,6 +11,7 @@ from jax_dsv4_fmha._host import fixed_point
 from jax_dsv4_fmha._host.gradients import unshuffle_accumulator_columns
 from kernels.abi import MlaBackward
 
+from ..machine import scheduler
 from ..machine.reductions import add_cleared, additions
 from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
@@ -35,7 +36,7 @@ class Launch:
 
     def run(self) -> tuple[Array, ...]:
         """`results`, once the machine has run."""
-        self.machine.run()
+        scheduler.run(self.machine)
         return self.results()
 
     def results(self) -> tuple[Array, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
+from jax_dsv4_fmha._host.mode import Mode
 from kernels import targets
-from kernels.abi import Forward, MhaBackward, MlaBackward, RowScores, Variant
+from kernels.abi import FEW_HEADS, Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
 from kernels.params import KINDS as KIND_BYTES
 from kernels.variants import VARIANTS
@@ -26,11 +28,16 @@ T = TypeVar("T", bound=Variant)
 
 
 def function(variant: Forward) -> Any:
-    """The raw call that runs a variant."""
-    call = getattr(attention, variant.op)
-    if variant.turns:
-        return functools.partial(call, eps=EPS)
-    return functools.partial(call, packing=variant.packing) if variant.packing else call
+    """The raw call that runs a variant, of q and the other operands."""
+    how: dict[str, Any] = {"eps": EPS} if variant.turns else {}
+    how |= {"packing": variant.packing} if variant.op == "dsv4_decode" else {}
+    how |= {"order": attention.ORDER} if variant.mode == FEW_HEADS else {}
+    return functools.partial(attention.attention, variant.op, raw_mode(variant), **how)
+
+
+def raw_mode(variant: Variant) -> Mode:
+    """A variant's mode, as raw calls have it."""
+    return Mode(**dataclasses.asdict(variant.mode))
 
 
 def group_heads(h_q: int) -> int:
@@ -48,14 +55,19 @@ def variant_of(key: str) -> Any:
 
 def built(family: type[T]) -> list[T]:
     """The variants of a family that the library holds."""
-    keys = {v.key for v in host_library.variants()}
+    keys = built_keys()
     return [v for v in VARIANTS if isinstance(v, family) and v.key in keys]
+
+
+def built_keys() -> set[str]:
+    """The keys of all kernels that the library holds, be it for calls or for the interpreter alone."""
+    return {v.key for v in host_library.held()}
 
 
 def fewer_heads(variant: Forward | MlaBackward) -> int:
     """The most heads with which a call like this variant's gets another one, which is made for fewer."""
     calls = {**variant.choices, "max_heads": 0}
-    others = (v for v in VARIANTS if isinstance(v, type(variant)) and (v.op, v.arch) == (variant.op, variant.arch))
+    others = (v for v in VARIANTS if isinstance(v, type(variant)) and (v.name, v.arch) == (variant.name, variant.arch))
     limits = (v.max_heads for v in others if {**v.choices, "max_heads": 0} == calls)
     return max((limit for limit in limits if limit < variant.max_heads), default=0)
 
@@ -197,13 +209,11 @@ def plan(
     The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
     """
     if isinstance(variant, str):
-        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.op == variant)
+        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.name == variant)
     return planned(
         variant.family,
         variant.layout.encode(),
-        _attention_shape(
-            shape, variant.sources, variant.dtype, codes=isinstance(variant, Forward) and variant.gives_codes
-        ),
+        _attention_shape(shape, variant.sources, variant.dtype),
         ctypes.c_float(scale),
         ctypes.c_float(EPS),
         *([] if isinstance(variant, Forward) else [ctypes.c_int64(group_heads(shape.h_q))]),
@@ -428,6 +438,33 @@ def plan_few_rows_product(
     )
 
 
+def plan_group_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
+    """What sorts rows by expert. ValueError where the library refuses it, as in what follows."""
+    given, at = ctypes.byref(filled("FusedMoeShape", **shape)), addressed("fused_moe", addresses)
+    return planned("group_rows", given, ctypes.c_int32(tile_m), at)
+
+
+def plan_grouped_product(
+    shape: dict[str, int],
+    gated: bool,
+    limit: float,
+    *,
+    tile_m: int,
+    tile_n: int,
+    processors: int,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """What the gated product of experts is launched with, or the one after it."""
+    return planned(
+        "grouped_product",
+        ctypes.byref(filled("FusedMoeShape", **shape)),
+        ctypes.c_bool(gated),
+        ctypes.c_float(limit),
+        _tiles(tile_m, tile_n, processors),
+        addressed("fused_moe", addresses),
+    )
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """What inserts entries into a cache."""
     return planned(
@@ -460,9 +497,8 @@ def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
     return filled("RowShape", type=of_type, **extents)
 
 
-def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str, codes: bool = False) -> Any:
-    of_type = TYPES["float8_e4m3fn" if codes else dtype]
-    given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), o_type=of_type, source_count=len(kinds))
+def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
+    given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), source_count=len(kinds))
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
         s_batch = shape.page if kind in PACKED else s_kv
         given.sources[i] = filled("SourceShape", kind=KINDS[kind], s_kv=s_kv, s_batch=s_batch, topk=shape.topk)

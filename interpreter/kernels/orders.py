@@ -23,6 +23,7 @@ from kernels.abi import FewRowsProduct, Forward, MhaBackward, MlaBackward, Proba
 from kernels.variants import VARIANTS
 
 from ..arguments import count
+from ..machine import scheduler
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
 from . import by_columns, few_rows_product, gradients, mha_backward, native
@@ -55,7 +56,7 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
         if isinstance(variant, RowScores):
             yield "keys", lambda seed: by_columns.score(of_scores, few, seed=seed)
             return
-        (scored := by_columns.score(of_scores, few)).run()
+        scheduler.run(scored := by_columns.score(of_scores, few))
         yield "columns", lambda seed: by_columns.add_columns(kernel, few, scored, seed=seed)
         return
     dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")

@@ -62,7 +62,7 @@ class Launch:
             v
             for v in VARIANTS
             if isinstance(v, Forward)
-            and (v.op, v.arch, v.d, v.dtype, v.packing) == (self.op, arch, self.d, "bfloat16", self.packing)
+            and (v.name, v.arch, v.d, v.dtype, v.packing) == (self.op, arch, self.d, "bfloat16", self.packing)
             and v.max_heads >= self.h
         ]
         if not found:

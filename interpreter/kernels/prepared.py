@@ -18,6 +18,7 @@ from kernels.abi import (
     RowColumns,
     RowScores,
 )
+from kernels.variants import typical
 
 from ..machine.state import Machine
 from . import attention, cases, gradients, indexer, indexer_within, long, mla_backward, native, probabilities
@@ -30,8 +31,8 @@ Judge = Callable[[Machine], None]
 
 
 def is_typical(v: Interpreted | RowScores | RowColumns | MhaBackward | FewRowsProduct) -> bool:
-    """Whether it stands for those that differ from it in numbers alone: of 16 bits bfloat16, of an indexer 64 heads."""
-    return v.dtype != "float16" and (not isinstance(v, OfIndexer) or v.heads == 64)
+    """Whether it stands for those that differ from it in numbers alone: in dtype, or an indexer's heads."""
+    return typical(v, ("dtype", "heads")) == v
 
 
 GRADIENT = {"b": 1, "s_q": 2, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": 1 << 30}  # three tiles of keys

@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels.abi import Probabilities
 
+from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
 from . import native
 from .launch import Kernel, machine
@@ -100,7 +101,7 @@ def run(
 ) -> Array:
     kernel = Kernel.of(variant)
     call = Call(replace(kernel, ptx=edit(kernel.ptx)), x, processors)
-    (ran := call.machine(seed=seed)).run()
+    scheduler.run(ran := call.machine(seed=seed))
     return call.result(ran)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from kernels.abi import IndexQuery, NormRope, Rope
 
+from ..machine import scheduler
 from ..machine.reductions import add_cleared
 from ..machine.state import Array, new_memory
 from . import native
@@ -89,7 +90,7 @@ def run(x: Problem, *, direction: int = 1, seed: int = 0, edit: Callable[[str], 
             "scales": memory.add("scales", None, x.x.size // 32),
         }
         plan = native.plan_index_query(shape, tile_m=kernel.facts["tile_m"], addresses=addresses)
-        machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
+        scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed))
         parts = (memory.named(name) for name in ("codes", "scales"))
         codes, scales = (found.bytes[: found.size].reshape(-1, found.size // (x.x.size // INDEX_D)) for found in parts)
         return np.concatenate([codes, scales], 1)
@@ -97,7 +98,7 @@ def run(x: Problem, *, direction: int = 1, seed: int = 0, edit: Callable[[str], 
         addresses["y"] = memory.add("y", None, x.x.nbytes)
     number = direction if in_place else EPS
     plan = native.plan_rope(x.variant.family, shape, number, tile_m=kernel.facts["tile_m"], addresses=addresses)
-    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
+    scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed))
     found = memory.named("x" if in_place else "y")
     return found.bytes[: found.size].view(x.x.dtype).reshape(x.x.shape)
 

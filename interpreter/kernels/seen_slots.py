@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels.abi import SeenSlots
 
+from ..machine import scheduler
 from ..machine.state import Array, new_memory
 from . import native
 from .launch import Kernel, machine
@@ -134,7 +135,7 @@ def run(
     }  # fmt: skip
     pools = x.of_window.shape(x.b), pool.shape(x.b)
     plan = native.plan_seen_slots(shape, *pools, tile_n=kernel.facts["tile_n"], addresses=addresses)
-    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
+    scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed))
     found = (memory.named(name).bytes[: sizes[name]].view(np.int32) for name in shapes)
     return [y.reshape(x.b, x.s_q, *shape) for y, shape in zip(found, shapes.values(), strict=True)]
 

@@ -6,46 +6,15 @@ A warp that waits for a phase learns what all who arrived in it knew.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Event, Misuse
 from .parser import Instruction
-from .state import FULL, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, names
+from .state import FULL, SMEM_BASE, Array, AsyncOp, MBarrier, NamedBarrier, Wait, Warp, lanes_of, names
 
 MAX_COUNT = (1 << 20) - 1
 SPURIOUS = 0.25  # how often try_wait gives up where it would have to wait
-
-
-@dataclass(eq=False)
-class MBarrier:
-    cta: Cta
-    offset: int
-    count: int
-    clock: Clock  # the knowledge of those who arrived in this phase
-    init: tuple[Warp, int, int]  # its maker, the maker's epoch, and the line
-    pending: int = 0
-    tx: int = 0
-    phase: int = 0
-    done: Clock | None = None  # the knowledge of the phase before
-    init_fenced: bool = False
-    arrived: list[str] = field(default_factory=list)  # in this phase
-    known: dict[str, None] = field(default_factory=dict)  # everybody who ever arrived
-
-    def __str__(self) -> str:
-        where = f" of CTA {self.cta.number}" if len(self.cta.cluster) > 1 else ""
-        return f"mbarrier +{self.offset - SMEM_BASE}{where} (count {self.count}, made in line {self.init[2]})"
-
-    def state(self) -> str:
-        left = f"{self.pending} of {self.count} arrivals pending, {self.tx} transaction bytes outstanding"
-        text = f"{self} is in phase {self.phase}: {left}"
-        if self.arrived:
-            text += "; arrived: " + names(self.arrived)
-        if missing := [who for who in self.known if who not in self.arrived]:
-            text += "; arrived in earlier phases but not in this: " + names(missing)
-        return text
 
 
 def lookup(w: Warp, address: int, own: bool = False) -> MBarrier:
@@ -271,16 +240,6 @@ def wait(i: Instruction, d: Decoder) -> Step:
 
 
 # ---- named barriers
-
-
-@dataclass
-class NamedBarrier:
-    clock: Clock
-    count: int = 0
-    arrived: int = 0
-    generation: int = 0
-    done: Clock | None = None
-    who: list[str] = field(default_factory=list)
 
 
 @instruction("bar.sync", "bar.arrive", "barrier.sync", "barrier.arrive", "barrier.cta.sync", "barrier.cta.arrive")

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from .barriers import MBarrier, complete_tx, lookup
+from .barriers import complete_tx, lookup
 from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, OutOfBounds, Unsupported
@@ -34,8 +34,10 @@ from .state import (
     AsyncOp,
     Cta,
     GlobalMemory,
+    MBarrier,
     Wait,
     Warp,
+    lanes_of,
 )
 
 SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
@@ -298,6 +300,13 @@ def bulk_copy(i: Instruction, d: Decoder) -> Step:
     ends = destinations_of(i, d, i.args[3], i.args[4] if len(i.args) > 4 else None)
 
     def step(w: Warp) -> None:
+        active = w.active
+        for lane in np.flatnonzero(lanes_of(active)):  # each thread makes a copy of its own
+            w.set_active(1 << int(lane))
+            copy(w)
+        w.set_active(active)
+
+    def copy(w: Warp) -> None:
         size = w.uniform(count, np.uint32, "a number of bytes")
         if size == 0 or size % 16:
             raise Misuse(f"a bulk copy of {size} bytes, wanted a multiple of 16")

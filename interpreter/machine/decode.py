@@ -19,7 +19,7 @@ Decode = Callable[[Instruction, "Decoder"], Step]
 
 FAMILIES = (
     *("alu", "control", "memory", "reductions", "barriers", "clusters", "copies", "lanes", "wgmma"),
-    *("tmem", "tcgen05", "products", "launch_control"),
+    *("warp_products", "tmem", "tcgen05", "products", "launch_control"),
 )
 
 DTYPES: dict[str, type[np.generic]] = {
@@ -117,7 +117,7 @@ class Decoder:
 
     def fail(self, why: str) -> Unsupported:
         fault = Unsupported(why)
-        fault.at_line(self.here)
+        fault.at_line(self.here.line, self.here.text)
         return fault
 
     def slot(self, arg: Arg, kind: str) -> int:
@@ -289,7 +289,7 @@ class Code:
             return decoded
         decode, mods = decoder_of(i.opcode)
         if decode is None:
-            raise Unsupported(f"unknown instruction {i.opcode}").at_line(i)
+            raise Unsupported(f"unknown instruction {i.opcode}").at_line(i.line, i.text)
         step = decode(dataclasses.replace(i, mods=mods), d)
         if i.guard is None and isinstance(step, Lanewise):
             lanewise[i.opcode, i.args] = step

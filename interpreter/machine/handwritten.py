@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from . import scheduler
 from .copies import SPANS, TensorMap
+from .decode import Code
 from .parser import parse
 from .rules import MANUAL, Rule
 from .state import GENERIC_PARAM_BASE, Array, Machine, new_memory
@@ -94,7 +96,7 @@ class Handwritten:
     def interpret(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Array:
         """The result; raises what is found."""
         machine = self.machine(seed, rules)
-        machine.run()
+        scheduler.run(machine)
         result = machine.memory.named("result")
         return self.shaped(result.bytes[: result.size])
 
@@ -103,7 +105,7 @@ class Handwritten:
         memory, size = new_memory(), 4 * self.total * self.outputs
         source, result = memory.add("source", self.given), memory.add("result", None, size)
         return Machine(
-            parse(self.ptx),
+            Code.of(parse(self.ptx)),
             grid=self.ctas,
             threads=self.threads,
             smem_bytes=SMEM_BYTES,

@@ -8,12 +8,9 @@ begins a new epoch with everything that it tells to others, so that what it does
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from .parser import Instruction
 
 FEW = 6
 Words = np.ndarray[Any, Any] | slice  # numbers of words, of 4 bytes each
@@ -26,11 +23,11 @@ class Fault(Exception):
         super().__init__(message)
         self.message, self.placed = message, False
 
-    def at_line(self, i: Instruction, who: str = "") -> Fault:
-        """Say where, once."""
+    def at_line(self, line: int, text: str, who: str = "") -> Fault:
+        """Says where, once."""
         if not self.placed:
             self.placed = True
-            self.args = (f"{who}{': ' if who else ''}line {i.line}: {shorten(i.text)}\n    {self.message}",)
+            self.args = (f"{who}{': ' if who else ''}line {line}: {shorten(text)}\n    {self.message}",)
         return self
 
 

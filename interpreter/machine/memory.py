@@ -19,7 +19,7 @@ from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .hazards import Misuse, Race, Undefined, Words
 from .parser import Instruction
 from .rules import Rule
-from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
+from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Wait, Warp, lanes_of
 
 SPACES = ("shared", "shared::cta", "shared::cluster", "global", "param")
 HINTS = (
@@ -350,8 +350,6 @@ def commit(i: Instruction, d: Decoder) -> Step:
 @instruction("cp.async.wait_group", "cp.async.wait_all")
 def wait_copies(i: Instruction, d: Decoder) -> Step:
     i.only()
-    from .state import Wait
-
     keep = d.immediate(i.args[0]) if i.args else 0
 
     def step(w: Warp) -> Wait | None:

@@ -38,7 +38,7 @@ class Instruction:
         """Unsupported if the opcode has another modifier than these."""
         for mod in self.mods:
             if mod not in allowed:
-                raise Unsupported(f"modifier .{mod} of {self.opcode}").at_line(self)
+                raise Unsupported(f"modifier .{mod} of {self.opcode}").at_line(self.line, self.text)
 
     def has(self, mod: str) -> bool:
         return mod in self.mods
@@ -73,7 +73,7 @@ class Program:
 
     def target_of(self, label: str, i: Instruction) -> int:
         if label not in self.labels:
-            raise Unsupported(f"unknown label {label}").at_line(i)
+            raise Unsupported(f"unknown label {label}").at_line(i.line, i.text)
         return self.labels[label]
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+
 from .hazards import Clock, Deadlock, Fault, Leak, Race
 from .rules import Rule
 from .state import Branching, Machine, Wait, Warp, names
@@ -38,8 +40,14 @@ class Policy:
         )
 
 
-def run(m: Machine) -> None:
-    policy, chance = m.policy or Policy.of(m), m.rng.random
+def run(m: Machine, policy: Policy | None = None) -> None:
+    """Runs a launch to its end; raises the first fault that is found. policy: by the machine's seed, without one."""
+    with np.errstate(all="ignore"):  # infinities and NaN are as good as any number here
+        _run(m, policy or Policy.of(m))
+
+
+def _run(m: Machine, policy: Policy) -> None:
+    chance = m.rng.random
     pending, pace = m.pending, policy.pace
     able, blocked = [w for w in m.warps if not any(w.cta in cluster for cluster in m.late)], list[Warp]()
     while able or blocked or pending or m.late:
@@ -63,7 +71,8 @@ def run(m: Machine) -> None:
             try:
                 op.run(op)
             except Fault as fault:
-                raise fault.at_line(op.instruction, f"{op.kind} issued by {op.warp.name}") from None
+                i = op.instruction
+                raise fault.at_line(i.line, i.text, f"{op.kind} issued by {op.warp.name}") from None
             op.done = m.news = True
             m.log("complete", op.warp, op.what, op)
             continue
@@ -119,7 +128,7 @@ def advance(w: Warp, quantum: int) -> None:
                 return
         w.pc = pc
     except Fault as fault:
-        raise fault.at_line(w.instruction, w.name) from None
+        raise fault.at_line(w.instruction.line, w.instruction.text, w.name) from None
 
 
 # ---- divergence (PTX ISA 9.7.13.1 bra; lanes meet again at the immediate post-dominator)

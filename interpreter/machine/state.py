@@ -6,8 +6,8 @@ import bisect
 import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,12 +15,6 @@ from numpy.typing import DTypeLike
 from .hazards import HOST, Clock, Event, Misuse, OutOfBounds, Race, Shadow, Undefined
 from .parser import Instruction, Program
 from .rules import MANUAL, Rule
-
-if TYPE_CHECKING:
-    from .barriers import MBarrier, NamedBarrier
-    from .copies import TensorMap
-    from .decode import Code
-    from .scheduler import Policy
 
 Array = np.ndarray[Any, Any]  # of any dtype and rank: registers and memory are viewed as they are used
 DType = np.dtype[Any]
@@ -55,6 +49,23 @@ class Wait:
 
 Step = Callable[["Warp"], int | Wait | None]
 """An instruction, for a warp: None: go on; a number: the next pc; a Wait: run it again later."""
+
+
+class Code(Protocol):
+    """A kernel, as `decode.Code` decodes it."""
+
+    program: Program
+    registers: tuple[int, ...]  # slots
+    steps: list[Step]  # of every instruction
+    fused: list[Step]  # some of which stand for several
+
+    def initial(self, w: Warp) -> list[Array]:
+        """What every slot of a warp holds at first."""
+        ...
+
+    def registers_at(self, pc: int) -> frozenset[int]: ...
+
+    def name_of(self, slot: int) -> str: ...
 
 
 class Memory:
@@ -466,6 +477,49 @@ def unravelled(n: int, sizes: Extent) -> Extent:
     return n % sizes[0], n // sizes[0] % sizes[1], n // (sizes[0] * sizes[1])
 
 
+@dataclass(eq=False)
+class MBarrier:
+    """An mbarrier, which `barriers.py` makes and counts."""
+
+    cta: Cta
+    offset: int
+    count: int
+    clock: Clock  # the knowledge of those who arrived in this phase
+    init: tuple[Warp, int, int]  # its maker, the maker's epoch, and the line
+    pending: int = 0
+    tx: int = 0
+    phase: int = 0
+    done: Clock | None = None  # the knowledge of the phase before
+    init_fenced: bool = False
+    arrived: list[str] = field(default_factory=list)  # in this phase
+    known: dict[str, None] = field(default_factory=dict)  # everybody who ever arrived
+
+    def __str__(self) -> str:
+        where = f" of CTA {self.cta.number}" if len(self.cta.cluster) > 1 else ""
+        return f"mbarrier +{self.offset - SMEM_BASE}{where} (count {self.count}, made in line {self.init[2]})"
+
+    def state(self) -> str:
+        left = f"{self.pending} of {self.count} arrivals pending, {self.tx} transaction bytes outstanding"
+        text = f"{self} is in phase {self.phase}: {left}"
+        if self.arrived:
+            text += "; arrived: " + names(self.arrived)
+        if missing := [who for who in self.known if who not in self.arrived]:
+            text += "; arrived in earlier phases but not in this: " + names(missing)
+        return text
+
+
+@dataclass
+class NamedBarrier:
+    """One of the 16 barriers of a CTA."""
+
+    clock: Clock
+    count: int = 0
+    arrived: int = 0
+    generation: int = 0
+    done: Clock | None = None
+    who: list[str] = field(default_factory=list)
+
+
 class Cta:
     """Numbers of CTAs count those of a cluster in a row."""
 
@@ -541,15 +595,15 @@ class Moment:
 
 
 class Machine:
-    """One launch of one kernel. `params` are the parameter bytes. Tensor maps lie in them, encoded, or in `tensor_maps`
-    by their generic address.
+    """One launch of one kernel, which `scheduler.run` runs. `params` are the parameter bytes. Tensor maps lie in them,
+    encoded, or in `tensor_maps` by their generic address.
 
     A grid, a CTA's threads and a cluster have one to three extents.
     """
 
     def __init__(
         self,
-        program: Program,
+        code: Code,
         *,
         grid: int | Sequence[int],
         threads: int | Sequence[int],
@@ -557,14 +611,13 @@ class Machine:
         params: bytes,
         memory: GlobalMemory,
         events: list[Event],
-        tensor_maps: dict[int, TensorMap] | None = None,
+        tensor_maps: dict[int, Any] | None = None,
         cluster_size: int | Sequence[int] | None = None,
         seed: int = 0,
         record: bool = False,
         rules: Collection[Rule] = MANUAL,
     ):
-        from .decode import Code
-
+        program = code.program
         self.grid, self.block = extent(grid), extent(threads)
         self.grid_size, self.threads = math.prod(self.grid), math.prod(self.block)
         if program.threads is not None and program.threads != self.threads:
@@ -586,7 +639,6 @@ class Machine:
         self.rules = frozenset(rules)  # of the manual that are checked
         self.remarks: set[str] = set()  # what breaks a rule that is not, where that is seen
         self.rng = random.Random(seed)
-        self.policy: Policy | None = None  # the scheduler's policy; None: by the seed
         self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
         self.time = 0
         self.ops_log: list[AsyncOp] = []
@@ -602,7 +654,7 @@ class Machine:
         self.ctas: list[Cta] = []
         for n in range(self.grid_size):
             self.ctas.append(Cta(self, n, n % size, per_cta))
-        self.code = code = Code.of(program)
+        self.code = code
         self.single = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.steps
         self.steps = self.single if record else code.fused
         for cta in self.ctas:
@@ -628,12 +680,6 @@ class Machine:
         for w in (w for cta in cluster for w in cta.warps):
             w.exited = True
         return cluster[0].at_grid
-
-    def run(self) -> None:
-        from .scheduler import run
-
-        with np.errstate(all="ignore"):  # infinities and NaN are as good as any number here
-            run(self)
 
     def noting(self, number: int, step: Step) -> Step:
         def noted(w: Warp) -> int | Wait | None:

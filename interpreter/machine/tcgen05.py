@@ -11,13 +11,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from .barriers import MBarrier, arrive, lookup
+from .barriers import arrive, lookup
 from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Misuse
 from .parser import Address, Arg, Instruction
 from .rules import Rule
-from .state import FULL, LANES, RANK_SHIFT, SMEM_BASE, Array, AsyncOp, Wait, Warp, lanes_of
+from .state import FULL, LANES, RANK_SHIFT, SMEM_BASE, Array, AsyncOp, MBarrier, Wait, Warp, lanes_of
 from .tmem import COLUMNS, Access, Tmem, group_of, issuer, tmem_of
 
 REGISTERS = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}  # of a thread, for .x1

@@ -217,7 +217,7 @@ def groups_in(program: Program) -> set[str]:
 def group_of(i: Instruction, d: Decoder) -> int:
     """1 or 2 CTAs, which must be the same in all of a kernel."""
     if len(groups_in(d.program)) > 1:
-        raise Misuse("a kernel with tcgen05 instructions of .cta_group::1 and of .cta_group::2").at_line(i)
+        raise Misuse("a kernel with tcgen05 instructions of .cta_group::1 and of .cta_group::2").at_line(i.line, i.text)
     return int(re.findall(GROUP, i.opcode)[0])
 
 

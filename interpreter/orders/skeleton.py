@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ..machine.barriers import MBarrier
+from ..machine import scheduler
 from ..machine.hazards import Misuse
 from ..machine.parser import Instruction, Program
-from ..machine.state import AsyncOp, Machine, Step, Wait, Warp
+from ..machine.state import AsyncOp, Machine, MBarrier, Step, Wait, Warp
 
 
 class Kind(Enum):
@@ -94,7 +94,8 @@ class Recorder:
         code = machine.program.code
         for n, i in enumerate(code):
             if i.opcode.startswith(ASKS) and not any(goes_to(machine.program, x, n) for x in code[n + 1 : n + 4]):
-                raise Misuse("asks a barrier, and goes on: what it does then depends on the order of events").at_line(i)
+                says = "asks a barrier, and goes on: what it does then depends on the order of events"
+                raise Misuse(says).at_line(i.line, i.text)
         self.machine = machine
         self.held: Callable[[int], bool] | None = None
         self.actor: Warp | AsyncOp | None = None
@@ -200,5 +201,5 @@ def counts(skeleton: Skeleton) -> Mapping[tuple[int, int], int]:
 def recorded(machine: Machine) -> Skeleton:
     """Runs a machine that has not run; raises what it finds."""
     tape = Recorder(machine)
-    machine.run()
+    scheduler.run(machine)
     return tape.skeleton

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..machine import scheduler
 from ..machine.hazards import Fault, Misuse
-from ..machine.scheduler import Policy
 from ..machine.state import Machine
 from .causality import Deviation, finding
 from .skeleton import Recorder, Skeleton, recorded
@@ -90,7 +90,6 @@ def verdict(make: Making) -> Verdict:
 def replayed(make: Making, skeleton: Skeleton, d: Deviation) -> str | None:
     """What the interpreter raises in an order that does it: nobody goes further than it needs until it is done."""
     machine = make(0)
-    machine.policy = Policy(1, 0.0, [1.0] * machine.warp_count)
     tape, name = Recorder(machine), skeleton.barriers[d.event.barrier].name
     warps, phases = tape.skeleton.warps, int(d.before[len(skeleton.warps) + d.event.barrier])
     limits = [int(n) for n in d.before[: len(warps)]]
@@ -113,7 +112,7 @@ def replayed(make: Making, skeleton: Skeleton, d: Deviation) -> str | None:
 
     tape.held = held
     try:
-        machine.run()
+        scheduler.run(machine, scheduler.Policy(1, 0.0, [1.0] * machine.warp_count))
     except Fault as fault:
         return f"{type(fault).__name__}: {fault}" if reached else None
     return "" if reached else None

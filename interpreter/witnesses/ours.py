@@ -17,6 +17,7 @@ from kernels.variants import VARIANTS
 from ..cute.forms import executed
 from ..kernels.launch import Kernel
 from ..kernels.prepared import Interpreted, Prepared, is_typical
+from ..machine import scheduler
 
 CASES = ("tiles", "turns", "groups")
 
@@ -33,7 +34,7 @@ def forms() -> Mapping[str, list[str]]:
             except LookupError:
                 continue
             machine, _ = prepared.make(0, True)
-            machine.run()
+            scheduler.run(machine)
             for form in executed(machine):
                 found.setdefault(form, set()).add(variant.key)
     return {form: sorted(found[form]) for form in sorted(found)}

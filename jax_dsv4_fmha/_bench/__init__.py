@@ -1,6 +1,6 @@
 """What `python -m jax_dsv4_fmha bench` times: suites of rows, and how a row is measured."""
 
-from . import attention, decode, devices, gradient, indexer, layer, product, prompt, v41
+from . import attention, decode, devices, experts, gradient, indexer, layer, product, prompt, v41
 from .row import Suite
 
 SUITES: dict[str, Suite] = {
@@ -12,6 +12,7 @@ SUITES: dict[str, Suite] = {
         indexer.SUITE,
         layer.SUITE,
         product.SUITE,
+        experts.SUITE,
         prompt.SUITE,
         devices.SUITE,
         v41.SUITE,

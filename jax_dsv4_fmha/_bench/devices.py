@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._cli.report import table as as_table
 from .._definitions.cache import Cache
-from ..layers import GRADIENT_OPTIONS, zigzag
+from ..layers import zigzag
 from .layer import FLASH, LayerRow
 from .measure import Contestant, Operands, Times
 from .row import Row, Suite
@@ -100,22 +100,21 @@ class SequenceRow(DevicesRow):
     def programs(self) -> dict[str, Callable[[], Any]]:
         layer, mesh = self.of_one.layer, self.mesh
 
-        def ours(params: Any, x: jax.Array, dy: jax.Array, order: int | None = None) -> Any:
-            y, vjp = jax.vjp(lambda params, x: layer(params, x, zigzag=order).y, params, x)
+        def ours(params: Any, x: jax.Array, dy: jax.Array, devices: int | None = None) -> Any:
+            y, vjp = jax.vjp(lambda params, x: layer(params, x, zigzag=devices).y, params, x)
             return vjp(dy) if self.has_gradient else y
 
         drawn = self.of_one.inputs(1)[0]
-        operands, order = (drawn["params"], drawn["x"], drawn["dy"]), self.devices if self.is_zigzag else None
+        operands, devices = (drawn["params"], drawn["x"], drawn["dy"]), self.devices if self.is_zigzag else None
         params, *rows = operands
-        rows = [zigzag(x, order) for x in rows] if order else rows
+        rows = [zigzag(x, devices) for x in rows] if devices else rows
         shared_out = (
             jax.device_put(params, NamedSharding(mesh, P())),
             *(jax.device_put(x, NamedSharding(mesh, P(None, _AXIS))) for x in rows),
         )
-        options = GRADIENT_OPTIONS if self.has_gradient else None
         return {
-            "one": _compiled(ours, operands, options),
-            "ours": _compiled(functools.partial(ours, order=order), shared_out, options),
+            "one": _compiled(ours, operands),
+            "ours": _compiled(functools.partial(ours, devices=devices), shared_out),
         }
 
 
@@ -206,8 +205,8 @@ def _of(name: str) -> int:
     return int(size)
 
 
-def _compiled(f: Callable[..., Any], operands: Sequence[Any], options: Any = None) -> Callable[[], Any]:
-    return functools.partial(jax.jit(f, compiler_options=options).lower(*operands).compile(), *operands)
+def _compiled(f: Callable[..., Any], operands: Sequence[Any]) -> Callable[[], Any]:
+    return functools.partial(jax.jit(f).lower(*operands).compile(), *operands)
 
 
 def _clocked(run: Callable[[], Any]) -> Times:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from .._host.few_rows_product import SQUARED
 from ..layers import DSV4Attention, _few_rows, from_config
-from ..layers._joined import of_x
 from ..layers._norm import rms_norm
+from ..layers._params import widths
 from ..layers.rope import index_query
 from .layer import FLASH
 from .measure import Operands
@@ -51,7 +51,7 @@ class ProductRow(CallRow):
         layer = self.layer
         groups, of_group = layer.o_groups, layer.heads // layer.o_groups * layer.d
         if self.what.startswith("x,"):
-            return (self.b, 1, layer.hidden), (layer.hidden, sum(of_x(layer).values()))
+            return (self.b, 1, layer.hidden), (layer.hidden, sum(widths(layer).values()))
         if self.what.startswith("queries"):
             return (self.b, 1, layer.q_rank), (layer.q_rank, layer.heads, layer.d)
         if self.what.startswith("index"):

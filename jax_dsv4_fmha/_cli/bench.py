@@ -85,9 +85,10 @@ def bench(
 
 
 _RESULTS = {"date": str, "versions": dict, "devices": list, "rows": list}
-_ROW = {"suite": str, "name": str, "times": dict, "skipped": dict}
-_ROW |= dict.fromkeys(("flops", "bytes", "matmul_flops_per_s", "copy_bytes_per_s"), (int, float))
-_TIMES = {"seconds": (int, float), "rounds": list}
+_NUMBER = (int, float)
+_ROW: dict[str, Any] = {"suite": str, "name": str, "times": dict, "skipped": dict}
+_ROW |= dict.fromkeys(("flops", "bytes", "matmul_flops_per_s", "copy_bytes_per_s"), _NUMBER)
+_TIMES = {"seconds": _NUMBER, "rounds": list}
 
 
 def read(source: str) -> dict[str, Any]:

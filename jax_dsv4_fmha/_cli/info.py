@@ -101,7 +101,8 @@ def _text(facts: dict[str, Any]) -> str:
     if not facts["variants"]:
         counts = Counter(v.arch for v in library.SHIPPED)
         shipped = ", ".join(f"{n} for {arch}" for arch, n in counts.items())
-        variants = f"No kernels are built in: everything runs on the reference. This version has {shipped}."
+        some = f", but for {n} that `make test` interprets" if (n := len(library.held())) else ""
+        variants = f"No kernels are built in{some}: everything runs on the reference. This version has {shipped}."
     devices = facts["no_devices"] or devices
     return f"{versions}\nlibrary: {facts['library'] or 'none'}\n\n{devices}\n\n{variants}"
 

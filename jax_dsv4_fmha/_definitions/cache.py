@@ -309,13 +309,6 @@ class Cache:
             wanted = "fewer than 2**31 entries, and less than 2**31 numbers in a page"
             raise _check.error(ValueError, op, f"{name}.entries", self.entries, wanted)
 
-    def paged(self) -> "Cache":
-        """The same cache with a block table; contiguous sequences become pages."""
-        if self.block_table is not None:
-            return self
-        table = jnp.arange(self.entries.shape[0], dtype=jnp.int32)[:, None]
-        return dataclasses.replace(self, block_table=table)
-
 
 def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array) -> jax.Array:
     """Writes rows [n, w] into pages [pages, width], each from `start` [n] of its page [n] on; drops rows without a

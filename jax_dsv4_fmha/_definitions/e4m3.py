@@ -1,4 +1,4 @@
-"""Products of e4m3: how q, keys and the softmax's weights are rounded for them. And o, for a product that takes it so.
+"""Products of e4m3: how q, keys and the softmax's weights are rounded for them.
 
 e4m3 has 4 significant bits between 2**-6 and 448. So a unit that is a power of two, and of which the greatest number is
 between 128 and 256, loses nothing but what is below 2**-14 of that number, or of 2**-12 of a weight. Each row of q has
@@ -20,9 +20,6 @@ _LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
 LEAST_UNIT, GREATEST_UNIT = -64, 48  # of keys, as exponents
 _HEAD = 5  # log2 of the greatest weight, about
 _LOG2_E = 1.4426950408889634
-
-SCALED = 128  # numbers of a row of o that share a scale, where it is codes
-_LEAST = 1e-10  # the least of their greatest number, so that zeros have a scale
 
 
 def unit_of(x: jax.Array) -> jax.Array:
@@ -96,15 +93,3 @@ def weights(logits: jax.Array, lse: jax.Array, log2_units: jax.Array, size: jax.
     to_range = exponent[..., None] + log2_units
     p = jnp.exp(logits - lse[..., None]) * jnp.exp2(to_range)
     return _as_e4m3(jnp.minimum(p, 448)) * jnp.exp2(-to_range)
-
-
-def scaled_codes(x: jax.Array, *, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """x `[..., d]` as e4m3, and float32 scales `[..., blocks]`, one for every d / blocks neighbouring numbers: the
-    least power of two of which 448 times are not less than the greatest of them, or than 1e-10. A NaN stays one, and
-    does not count for the scale.
-    """
-    rows = x.astype(jnp.float32).reshape(*x.shape[:-1], blocks, x.shape[-1] // blocks)
-    most = jnp.max(jnp.where(jnp.isnan(rows), 0, jnp.abs(rows)), -1, keepdims=True)
-    mantissa, exponent = jnp.frexp(jnp.maximum(most, _LEAST))  # of which 448 is 0.875 2**9
-    scale = jnp.ldexp(jnp.float32(1), jnp.where(jnp.isinf(most), 129, exponent + (mantissa > 0.875)) - 9)
-    return _as_codes(jnp.clip(rows / scale, -448, 448)).reshape(x.shape), scale[..., 0]

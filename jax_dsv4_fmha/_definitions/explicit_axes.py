@@ -73,6 +73,21 @@ def taken(x: jax.Array, at: jax.Array) -> jax.Array:
         return on_device(placed(x, batch, None, of=at), at)
 
 
+def without_single(xs: Any) -> Any:
+    """A tree of arrays that no mesh axis of size 1 shards. Such a mesh axis splits nothing, but on an array's axis of
+    size 1 JAX loses it where it broadcasts, and then does not find operands sharded alike.
+    """
+
+    def kept(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        sizes = jax.typeof(x).sharding.mesh.shape
+        some = [tuple(name for name in names(entry) if sizes[name] > 1) for entry in entries(x)]
+        return placed(x, *((axes if len(axes) > 1 else axes[0]) if axes else None for axes in some))
+
+    return jax.tree.map(kept, xs)
+
+
 def divide(x: jax.Array, axis: int, size: int) -> bool:
     """Whether every shard of an axis has whole groups of that size."""
     mesh = jax.typeof(x).sharding.mesh

@@ -21,8 +21,8 @@ def public_pytree(kind: type[T]) -> type[T]:
         [x.name for x in fields if bool(x.metadata.get("static")) is is_static] for is_static in (False, True)
     )
 
-    def with_children(values: Any, children: Any) -> T:
-        given = dict(zip(data, children, strict=True)) | dict(zip(static, values, strict=True))
+    def with_children(aux_data: Any, children: Any) -> T:
+        given = dict(zip(data, children, strict=True)) | dict(zip(static, aux_data, strict=True))
         instance: T = made(**given)
         return instance
 

@@ -14,7 +14,12 @@ O, LSE = "dsv4_fmha_o", "dsv4_fmha_lse"
 """The names of attention's results under jax.checkpoint"""
 
 
-def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arrays] | None = None) -> Op:
+def gradient(
+    op: Op,
+    reference: Callable[..., Arrays],
+    kernel: Callable[..., Arrays] | None,
+    launches: Callable[..., Sequence[str]],
+) -> Op:
     """The op of the gradient of attention `op`, (…, sink) -> (o, lse), with the sink last:
 
         (…, o, do, lse, sink_factor, dlse) -> (dq, gradients of all other operands whose last axis is d, rowsum(o∘do))
@@ -29,7 +34,8 @@ def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arr
     rows = (*_alike("b s_q h_q d", "o", "do"), *_alike("b s_q h_q", "lse", "sink_factor", "dlse"))
     gradients = (Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
     results = (*gradients, *_alike("b s_q h_q", "rowsum"))
-    return Op(op.name, (*op.operands[:-1], *rows), results, reference, kernel, "gradient", halo=op.halo)
+    operands = (*op.operands[:-1], *rows)
+    return Op(op.name, operands, results, reference, kernel, "gradient", launches=launches, halo=op.halo)
 
 
 def _alike(axes: str, *names: str) -> tuple[Axes, ...]:

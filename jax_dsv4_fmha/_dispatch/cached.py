@@ -95,6 +95,10 @@ class CachedSource:
 
     parts_of_kernel = parts
 
+    @property
+    def launched(self) -> tuple[str, ...]:
+        return ()
+
 
 def _together(slots: jax.Array, start: jax.Array, stop: jax.Array) -> Any:
     """The slots that exist, one after the other, and spans of these."""

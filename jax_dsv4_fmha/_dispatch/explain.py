@@ -2,14 +2,15 @@
 asked for; an exported fallback is a warning.
 
 Every op leaves a mark where its kernel and its reference part: `chosen`, an identity that lowers to nothing and holds
-the `Call`. `explain` traces a function and reads the marks from its jaxpr, so that it sees what will be compiled.
+the `Call` and the shapes of its operands. `explain` traces a function and reads the marks from its jaxpr, so that it
+sees what will be compiled.
 """
 
 import functools
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ chosen.def_impl(lambda x, **_: x)
 chosen.def_abstract_eval(lambda x, **_: x)
 
 
-def _lower_chosen(ctx: Any, x: Any, *, call: Call) -> Any:
+def _lower_chosen(ctx: Any, x: Any, *, call: Call, **_: Any) -> Any:
     module = ctx.module_context
     exports = module.lowering_parameters.for_export and "cuda" in module.platforms
     if exports and call.support is not None and not library.variants():
@@ -50,7 +51,7 @@ class Decision(NamedTuple):
     implementation: str
     """"kernel" or "reference", the implementation"""
     variant: str
-    """the kernel's key in `info --json`; "" for the reference, and for a call with several kernels"""
+    """the kernel's key in `info --json`; "" for the reference, and where several kernels attend"""
     reason: str
     times: int
     """how often the program has it; a loop's body counts once"""
@@ -91,7 +92,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
         raise _check.error(TypeError, "explain", "f", f, "a function that JAX can trace")
     with explaining(True):
         traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
-    counts = Counter(_decided(call, q) for call, q in _marks(traced.jaxpr))
+    counts = Counter(_decided(call, shapes) for call, shapes in _marks(traced.jaxpr))
     return [decision._replace(times=n) for decision, n in counts.items()]
 
 
@@ -110,7 +111,7 @@ def _warn(text: str) -> None:
     _LOG.warning(text)
 
 
-def _decided(call: Call, q: Any) -> Decision:
+def _decided(call: Call, shapes: Sequence[Any]) -> Decision:
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     is_kernel = call.use == KernelUse.INSISTED_ON_CUDA or (call.use == KernelUse.ON_CUDA and platform == "cuda")
     option, value = call.insisted_by
@@ -124,18 +125,32 @@ def _decided(call: Call, q: Any) -> Decision:
         )
     else:
         assert call.support is not None
-        kernels, archs = (" and ".join(x) for x in (call.support.kernels, call.support.built))
-        reason = f"{kernels}, built for {archs}: {call.support.got}"
-    variant = _variant(call, q) if is_kernel else ""
+        reason = f"{_listed(_launched(call, shapes))}, built for {_listed(call.support.built)}: {call.support.got}"
+    variant = _variant(call, shapes) if is_kernel else ""
     return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", variant, reason, 1)
 
 
-def _variant(call: Call, q: Any) -> str:
+def _launched(call: Call, shapes: Sequence[Any]) -> Sequence[str]:
+    """The kernels of a call, in the order in which they run."""
+    assert call.support is not None
+    launches = call.op.launches
+    if launches is None:
+        return call.support.kernels
+    found: list[str] = []
+    jax.eval_shape(lambda *operands: found.extend(launches(*operands, **dict(call.params))), *shapes)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def _variant(call: Call, shapes: Sequence[Any]) -> str:
     """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
     arch = next(iter(library.local_architectures()), None)
-    wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
-    support = call.support
-    fits = [v for v in library.variants() if support and v.op in support.kernels and v.arch == arch]
+    q, support = shapes[0], call.support
+    wanted, names = {"d": q.shape[-1], "dtype": q.dtype.name}, _launched(call, shapes) if support else ()
+    fits = [v for v in library.variants() if v.op in names and v.arch == arch]
     fits = [v for v in fits if v.choices.get("packing", "") == (support.packing if support else "")]
     fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
     least = min((v.choices["max_heads"] for v in fits), default=0)
@@ -170,11 +185,11 @@ def _missing(support: Support) -> str:
     return f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`); {would_be}"
 
 
-def _marks(jaxpr: Any) -> Iterator[tuple[Call, Any]]:
-    """The calls in a jaxpr and its inner jaxprs, in order, each with the shape of its first operand."""
+def _marks(jaxpr: Any) -> Iterator[tuple[Call, Sequence[Any]]]:
+    """The calls in a jaxpr and its inner jaxprs, in order, each with the shapes of its operands."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive is chosen:
-            yield equation.params["call"], equation.invars[0].aval
+            yield equation.params["call"], equation.params["shapes"]
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
                 yield from _marks(value)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions.log_space import sink_factor
 from .lowering import lowered
-from .op import IN_CODES, ONE_OR_B, SINK, Arrays, Axes, Call, Op, is_pool
+from .op import ONE_OR_B, Arrays, Axes, Call, Sink, is_pool
 
 
-def batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+def batch_shape(operands: Sequence[tuple[Axes, jax.Array]]) -> tuple[Any, ...]:
     """The sizes of the batch axes, to which those of the operands (1 or the size) broadcast."""
-    shapes = [x.shape[: x.ndim - len(axes.axes.split()) + 1] for axes, x in zip(op.operands, operands, strict=True)]
+    shapes = [x.shape[: x.ndim - len(axes.axes.split()) + 1] for axes, x in operands]
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*shapes, strict=True))
 
 
@@ -28,26 +28,24 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
     batch entries add to the gradient of a pool, whose batch axis stays 1.
     """
     op = call.op
-    batch = batch_shape(op, operands)
-    given = dict(zip(op.operands, operands, strict=True))
-    sink = next((x for axes, x in given.items() if axes.axes == SINK.axes), None)
+    given = list(zip(op.operands, operands, strict=True))
+    batch = batch_shape(given)
+    sink = next((x for axes, x in given if isinstance(axes, Sink)), None)
+    others = [(axes, x) for axes, x in given if not isinstance(axes, Sink)]
+    inner = batch_shape(others)
     per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
-    if per_entry and op.results[:2] == IN_CODES[:2]:  # no factor scales codes
-        return _one_by_one(call, batch, operands)
-    if per_entry and dict(call.params).get("batch_invariant"):  # o would be rounded twice
+    if per_entry and op.batch_invariant:  # o would be rounded twice
         got, wanted = "True with a sink for every batch entry", "a sink that jax.vmap does not map"
         raise _check.error(NotImplementedError, op.name, "batch_invariant", got, wanted)
-    pools = {axes.axes for axes, x in given.items() if is_pool(axes, x.shape)}
+    pools = {axes.axes for axes, x in others if is_pool(axes, x.shape)}
     keep = max((len(batch) - (axes.axes in pools) for axes in op.results if "s_q" not in axes.axes), default=0)
-    for axes, x in given.items():
-        if "s_q" not in axes.axes and axes.axes != SINK.axes:
+    for axes, x in others:
+        if "s_q" not in axes.axes:
             keep = max([keep, *(i + 1 for i in range(len(batch)) if x.shape[i] != 1)])
-    without_sink = {axes: x for axes, x in given.items() if axes.axes != SINK.axes}
-    inner = batch_shape(Op("", tuple(without_sink), (), op.reference), tuple(without_sink.values()))
 
     def fold(axes: Axes, x: jax.Array) -> jax.Array:
         rest = x.shape[len(batch) :]
-        if axes.axes == SINK.axes:
+        if isinstance(axes, Sink):
             return jnp.full_like(x[(0,) * len(batch)], -jnp.inf) if per_entry else x.reshape(rest)
         if "s_q" in axes.axes:
             x = jnp.broadcast_to(x, (*inner, *rest))
@@ -68,14 +66,14 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
         return x.reshape(*of_result(axes, inner), *rest)
 
     if 0 in batch:  # jax.vmap over nothing
-        one = [(() if axes.axes == SINK.axes else (1,), x) for axes, x in given.items()]
+        one = [(() if isinstance(axes, Sink) else (1,), x) for axes, x in given]
         shapes = jax.eval_shape(
             functools.partial(op.reference, **dict(call.params)),
             *(jax.ShapeDtypeStruct((*b, *x.shape[len(batch) :]), x.dtype) for b, x in one),
         )
         made = zip(op.results, shapes, strict=True)
         return tuple(jnp.zeros((*of_result(axes, batch), *x.shape[1:]), x.dtype) for axes, x in made)
-    results = lowered(call, *(fold(axes, x) for axes, x in given.items()))
+    results = lowered(call, *(fold(axes, x) for axes, x in given))
     results = tuple(map(unfold, op.results, results))
     if per_entry:
         assert sink is not None
@@ -84,11 +82,3 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
         o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
         results = o, jnp.broadcast_to(lse, factor.shape)
     return results
-
-
-def _one_by_one(call: Call, batch: Sequence[Any], operands: Sequence[jax.Array]) -> Arrays:
-    """The op for every batch entry, with a sink of its own."""
-    entries = [jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in operands]
-    flat = tuple(x.reshape(-1, *[1] * len(batch), *x.shape[len(batch) :]) for x in entries)
-    results = jax.lax.map(lambda entry: folded(call, *entry), flat)
-    return tuple(x.reshape(*batch, *x.shape[len(batch) + 1 :]) for x in results)

@@ -45,7 +45,8 @@ def _serves(built: Sequence[str]) -> bool:
 def lowered(call: Call, *operands: jax.Array) -> Arrays:
     op, params = call.op, dict(call.params)
     explain.log_fallback(call)
-    operands = (explain.chosen.bind(operands[0], call=call), *operands[1:])
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+    operands = (explain.chosen.bind(operands[0], call=call, shapes=shapes), *operands[1:])
     reference = functools.partial(op.reference, **params)
     is_missing = call.use.is_insisted and call.support is not None and not call.support.built  # for `explain`
     if op.kernel is None or call.use == KernelUse.NEVER or is_missing:

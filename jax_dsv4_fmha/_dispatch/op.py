@@ -22,6 +22,13 @@ class Axes(NamedTuple):
     axes: str
 
 
+class Sink(Axes):
+    """A sink as an operand of an op: it has batch axes too, of size 1 except where vmap maps it."""
+
+    def __new__(cls, name: str = "sink") -> "Sink":
+        return super().__new__(cls, name, "b h_q")
+
+
 class Halo(NamedTuple):
     """That keys stand where queries do: query i sees of them none after i, and none more than `reach` before it.
 
@@ -50,6 +57,9 @@ class Op:
     kernel: Callable[..., Arrays] | None = None
     part: str = "forward"
     """"forward" or "gradient", the pass"""
+    launches: Callable[..., Sequence[str]] | None = None
+    """names the kernels that `kernel` launches for such operands and parameters, in order; without it they are those of
+    the call's `Support`"""
     is_mapped: bool = True
     """whether jax.vmap gives the kernel another batch axis; otherwise the reference runs under it"""
     halo: Halo | None = None
@@ -57,19 +67,15 @@ class Op:
     """the axis of keys that takes the op's time, where a later query sees more of them"""
     differentiated: str = "implementation='reference'"
     """what has a gradient where this has none, for errors"""
+    batch_invariant: bool = False
+    """whether no bit of a result may depend on other batch entries, so that no sink may scale o afterwards"""
 
 
 ONE_OR_B = "b*"
 """The batch axis of an operand that may have size 1 there, and then belongs to every batch entry."""
 
-SINK = Axes("sink", "b h_q")
-"""A sink as an operand of an op: it has batch axes too, of size 1 except where vmap maps it."""
-
 RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 """The results of attention."""
-
-IN_CODES = (Axes("codes", "b s_q h_q d"), Axes("scales", "b s_q h_q blocks"), RESULTS[1])
-"""Those of attention whose o is codes."""
 
 
 class KernelUse(enum.Enum):
@@ -104,9 +110,7 @@ class Call(NamedTuple):
     @property
     def insisted_by(self) -> tuple[str, str]:
         """The option by which a caller insists on the kernel, and its value."""
-        return (
-            ("batch_invariant", "True") if ("batch_invariant", True) in self.params else ("implementation", "'cubin'")
-        )
+        return ("batch_invariant", "True") if self.op.batch_invariant else ("implementation", "'cubin'")
 
 
 def axis_names(x: Axes, ndim: int) -> tuple[str, ...]:

@@ -100,13 +100,17 @@ class PackedStepSource:
         sizes = dict(self.sizes)
         for prefix in ("window_", ""):
             sizes[f"{prefix}stride"] = sizes[f"{prefix}room"]
-        find = raw.seen_slots if _are_known(self.operands, sizes) else _slots
+        find = raw.seen_slots if self.launched else _slots
         found = find(*self.operands, **sizes)
         sources = [dataclasses.replace(x, is_counted=True) for x in self._sources(found)]
         if len(sources) == 1:
             nothing = found[3]
             sources.append(dataclasses.replace(sources[0], indices=nothing[..., None], length=nothing))
         return sources
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        return ("seen_slots",) if _are_known(self.operands, dict(self.sizes)) else ()
 
     def _sources(self, found: Any) -> list[SelectionSource]:
         names, slots = ("window", "compressed"), (found[:2], found[2:])

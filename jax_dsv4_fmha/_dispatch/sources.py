@@ -62,6 +62,10 @@ class SpanSource:
     parts_of_kernel = parts
 
     @property
+    def launched(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def description(self) -> tuple[str, ...]:
         """How an error describes the source, besides dtype and d."""
         return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "separate K and V",)
@@ -134,6 +138,10 @@ class SelectionSource:
     parts_of_kernel = parts
 
     @property
+    def launched(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def description(self) -> tuple[str, ...]:
         return (f"{self.layout} caches",) if self.is_packed else ()
 
@@ -191,3 +199,7 @@ class Source(Protocol):
 
     def parts_of_kernel(self) -> Sequence[Part]:
         """As the row of `tables.FORWARD` takes them"""
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """The kernels that `parts_of_kernel` launches, by their names in the manifest"""

@@ -79,6 +79,12 @@ def _arrays(target: str) -> list[tuple[str, tuple[Form, ...]]]:
     return found
 
 
+def extent(target: str, name: str) -> int:
+    """The extent that a call's array of this name has on its last axis."""
+    (last,) = {form.axes[-1] for x, forms in _arrays(target) if x == name for form in forms if form.axes[-1].isdigit()}
+    return int(last)
+
+
 def _misfit(
     target: str, name: str, forms: Sequence[Form], x: Described, first: Described, first_name: str
 ) -> ValueError:

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .call import call
+from .call import call, extent
 
-HEAD, INDEX_D, DIMS = 512, 128, 64
+HEAD = extent("few_rows_product_norm_rope", "y")
+INDEX_D = extent("few_rows_product_index_query", "y")
+DIMS = extent("few_rows_product_norm_rope", "table")
 """numbers of a query head that is normed, and of an indexer's; and the last of either, which are turned"""
 SQUARED, SQUARES = 128, 32
 """columns of a low-rank query whose squares have a sum, and the most such sums of a row"""

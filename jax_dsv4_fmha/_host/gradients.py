@@ -3,7 +3,7 @@
 numbers may be anything.
 """
 
-import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,10 +12,12 @@ import numpy as np
 
 from . import fixed_point
 from .call import call
+from .mode import Mode, name_of
 
 
-def _latent_bwd(
+def mla_bwd(
     op: str,
+    mode: Mode,
     q: jax.Array,
     do: jax.Array,
     lse: jax.Array,
@@ -24,7 +26,7 @@ def _latent_bwd(
     *sources: jax.Array,
     scale: float,
     deterministic: bool = False,
-    **eps: float,
+    eps: float | None = None,
 ) -> tuple[jax.Array, ...]:
     """The gradient of a call over sources whose keys are values too: dq like q, and a float32 gradient like each
     source's keys.
@@ -35,35 +37,28 @@ def _latent_bwd(
     Args:
       op: the forward call is `mla_span_fwd` for "mla_span_bwd", and `mla_sparse_fwd`, `csa_fwd` or `hca_fwd` for
         "mla_sparse_bwd", "csa_bwd" or "hca_bwd".
-        A `_turned` one has also `_turned` here: q is before its norm and RoPE, and dq is of that; do is of o turned
-        back, in groups of heads, `[groups, b, s_q, h_q / groups, d]`; after the sources it takes their table, and eps.
+      mode: in a rotary one q is before its norm and RoPE, and dq is of that; do is of o after RoPE back, in groups of
+        heads, `[groups, b, s_q, h_q / groups, d]`; after the sources comes the table of the forward call, and `eps`.
       sources: of each source three arrays, as the forward call takes them: its keys, and start and stop, or indices and
         length.
     """
     keys = sources[: len(sources) // 3 * 3 : 3]
-    numbers: dict[str, Any] = {name: np.float32(x) for name, x in {"scale": scale, **eps}.items()}
+    numbers: dict[str, Any] = {"scale": np.float32(scale)}
+    numbers |= {} if eps is None else {"eps": np.float32(eps)}
     units: list[jax.Array] = []
     if deterministic:
         rows, of_bounds = fixed_point.of_rows(q, do, lse, sink_factor, delta, keys, scale)
         bounds = [jax.ShapeDtypeStruct((*x.shape[:-1], 2), jnp.uint32) for x in keys]
         given = (q, do, lse, rows.sink_factor, rows.delta, rows.most_of_p, of_bounds, *sources)
-        bounded = call(op.replace("_bwd", "_bounds"), bounds, *given, **numbers)
+        bounded = call(name_of(op, replace(mode, bounds=True)), bounds, *given, **numbers)
         units = [fixed_point.resolution(x, of_bounds) for x in bounded]
     resolution = jnp.concatenate([jnp.zeros(0, jnp.float32), *(x.ravel() for x in units)])
     sums = [jax.ShapeDtypeStruct(x.shape, jnp.uint32 if deterministic else jnp.float32) for x in keys]
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
-    dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, **numbers)
+    dq, *dkv = call(name_of(op, mode), results, q, do, lse, sink_factor, delta, resolution, *sources, **numbers)
     if deterministic:
         dkv = [fixed_point.to_float32(x, of_key) for x, of_key in zip(dkv, units, strict=True)]
     return dq, *map(unshuffle_accumulator_columns, dkv)
-
-
-mla_span_bwd, mla_sparse_bwd, csa_bwd, hca_bwd = (
-    functools.partial(_latent_bwd, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
-)
-mla_span_bwd_turned, csa_bwd_turned, hca_bwd_turned = (
-    functools.partial(_latent_bwd, f"{op}_turned") for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")
-)
 
 
 def mha_bwd(

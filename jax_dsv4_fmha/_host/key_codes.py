@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from .call import call
+from .call import call, extent
 
-D, ROPE = 512, 64
-UNIT_BYTES = 16
+PLAIN, WITH_ROPE = (extent(f"csa_fwd_{precision}", "window_kv") for precision in ("e4m3", "e4m3_bf16_rope"))
+"""bytes of a key's codes and its unit, alone and with RoPE's numbers in bfloat16 between them"""
 
 
 def key_codes(keys: jax.Array, slots: jax.Array, *, packing: str, rope: bool = False) -> jax.Array:
@@ -19,6 +19,6 @@ def key_codes(keys: jax.Array, slots: jax.Array, *, packing: str, rope: bool = F
       packing: the layout of pages; "" for bfloat16.
       rope: 128 bytes more after the codes, `[b, n, 656]`: the last 64 of the same numbers in bfloat16.
     """
-    result = jax.ShapeDtypeStruct((*slots.shape, D + 2 * ROPE * rope + UNIT_BYTES), jnp.float8_e4m3fn)
+    result = jax.ShapeDtypeStruct((*slots.shape, WITH_ROPE if rope else PLAIN), jnp.float8_e4m3fn)
     (codes,) = call("key_codes", (result,), keys, slots, packing=packing)
     return codes

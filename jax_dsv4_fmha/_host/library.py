@@ -107,8 +107,9 @@ def _load(path: Path) -> ctypes.CDLL:
     for row in rows:
         if missing := [field.name for field in fields(BuiltVariant) if field.name not in row]:
             raise OSError(f"it is of another version, and does not say the {missing[0]} of its kernels")
-    archs = {row["arch"] for row in rows}
-    if {row["key"] for row in rows} != {v.key for v in SHIPPED if v.arch in archs}:
+    keys, archs = {row["key"] for row in rows}, {row["arch"] for row in rows}
+    wanted = {v.key for v in SHIPPED if v.arch in archs}
+    if not (keys <= wanted if contents.get("is_for_tests") else keys == wanted):
         raise OSError("it is of another version, and has other kernels")
     return found
 
@@ -130,16 +131,22 @@ def _is_whole(path: Path) -> bool:
 
 @functools.cache
 def manifest() -> dict[str, Any]:
-    """What `kernels/build.py` wrote about this build: `toolchain`, `targets` and `variants`."""
+    """What `kernels/build.py` wrote about this build: `toolchain`, `is_for_tests`, `targets` and `variants`."""
     found = native()
     if found is None:
-        return {"toolchain": "", "targets": TARGETS, "variants": []}
+        return {"toolchain": "", "is_for_tests": False, "targets": TARGETS, "variants": []}
     return _read_manifest(found)
 
 
 @functools.cache
 def variants() -> tuple[BuiltVariant, ...]:
-    """The kernels that are built in: () without a library, or where it was built without kernels."""
+    """The kernels that calls may run: () without a library, and where it has some for the interpreter alone."""
+    return () if manifest().get("is_for_tests") else held()
+
+
+@functools.cache
+def held() -> tuple[BuiltVariant, ...]:
+    """All kernels that are built in."""
     names = [field.name for field in fields(BuiltVariant)]
     return tuple(BuiltVariant(**{name: row[name] for name in names}) for row in manifest()["variants"])
 

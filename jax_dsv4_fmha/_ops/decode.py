@@ -1,6 +1,5 @@
 """One step of generation in a DeepSeek-V4 layer: a few new queries for each sequence, and its caches."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +10,9 @@ from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.attend import attend
 from .._dispatch.cached import of_chunk
+from .._dispatch.modes import canonical_order, fp8_products
 from .._dispatch.seen_slots import seen_slots
 from .._dispatch.sources import Source
-from .products import check_products
-from .turn import checked_turn, in_passes
 
 FEWEST_QUERIES = 64
 """with products of e4m3"""
@@ -36,8 +34,6 @@ def dsv4_decode(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
     batch_invariant: bool = False,
-    rope_table: jax.Array | None = None,
-    norm_eps: float | None = None,
     products: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A step of generation: `dsv4_attention` of the last tokens of every sequence, over their KV caches.
@@ -58,8 +54,8 @@ def dsv4_decode(
     compressed entries, if there are any, are seen as above.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; with packed caches only bfloat16 and d = 512; on the reference
-        also float32.
+      q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference, and not with packed caches, whose d
+        is 512.
       window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
         `window + s_q - 1` entries at least, one more if it is not causal.
       compressed_cache: a `Cache`, packed if window_cache is, in any layout; entry w stands for positions `w ratio`
@@ -78,8 +74,6 @@ def dsv4_decode(
       implementation: as in `fmha`. Only "reference" has a gradient.
       batch_invariant: as in `fmha`. The bits are then those of `dsv4_attention` over the same keys; with packed caches
         and at most 32 heads they are those of packed caches alone.
-      rope_table, norm_eps: as in `dsv4_attention`: q comes before RoPE and before the norm of its heads, o is turned
-        back, in passes of their own.
       products: for a chunk of a prompt, of 64 queries at least: as in `dsv4_attention`, straight from
         the bytes of caches in any layout, or from bfloat16. Steps of fewer queries wait for keys, not for products:
         they take None.
@@ -138,27 +132,22 @@ def dsv4_decode(
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
     _check.batch_invariant(op, batch_invariant, implementation)
-    check_products(op, products, q, batch_invariant)
+    modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, products, q, batch_invariant)]
     if products is not None and isinstance(s_q, int) and s_q < FEWEST_QUERIES:
         wanted = f"None with fewer than {FEWEST_QUERIES} queries, whose time is that of reading keys"
         raise _check.error(ValueError, op, "products", f"{products} with s_q={s_q}", wanted)
-    turn = checked_turn(op, rope_table, norm_eps, dims, implementation)
 
     if indices is not None and indices.shape[2] == 0:
         compressed_cache = indices = topk_length = None
     if implementation == "reference":
-        definition = functools.partial(
-            reference.dsv4_decode, window_cache=window_cache, compressed_cache=compressed_cache, lengths=lengths,
-            sink=sink, indices=indices, topk_length=topk_length, ratio=ratio, window=window, q_offset=q_offset,
-            is_causal=is_causal, scale=scale, products=products,
+        return reference.dsv4_decode(
+            q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
+            ratio=ratio, window=window, q_offset=q_offset, is_causal=is_causal, scale=scale, products=products,
         )  # fmt: skip
-        return in_passes(definition, q, turn, implementation)
     seen = seen_slots if products is None else of_chunk
     sources: Sequence[Source] = seen(
         s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
     )
-    run = functools.partial(
-        attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation, differentiable=False,
-        batch_invariant=batch_invariant, products=products,
+    return attend(
+        op, q, sources, sink=sink, scale=scale, implementation=implementation, modes=modes, differentiable=False,
     )  # fmt: skip
-    return in_passes(lambda q: run(q=q), q, turn, implementation)

@@ -9,6 +9,7 @@ import numpy as np
 from .. import _check, reference
 from .._definitions.span import Span
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SpanSource
 
 _OP = "dot_product_attention"
@@ -121,9 +122,10 @@ def dot_product_attention(
     else:
         names = ("key", "mask start", "mask stop") if values is None else ("key", "value", "mask start", "mask stop")
         source = SpanSource(k, start, stop, values, names, width=span.width, from_first=span.is_from_first)
-        how: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
-        how |= {"batch_invariant": batch_invariant, "names": ("query", "sinks")}
-        o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, **how)
+        o, lse = attend(
+            _OP, q, [source], sink=sinks, scale=scale, implementation=implementation, deterministic=deterministic,
+            modes=canonical_order.wanted(batch_invariant), names=("query", "sinks"),
+        )  # fmt: skip
     if broken is not None:
         o, lse = jnp.where(broken[..., None, None], jnp.nan, o), jnp.where(broken[..., None], jnp.nan, lse)
     o, lse = (x if batched else x[0] for x in (o, lse))

@@ -1,8 +1,6 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -11,14 +9,11 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._definitions.span import Span, of_keys_from, shown_by_all
-from .._dispatch.attend import attend, support_of, takes_turns
+from .._dispatch.attend import attend
 from .._dispatch.cached import CachedSource
-from .._dispatch.codes import check_o_dtype, in_codes
+from .._dispatch.modes import canonical_order, fp8_products, rotary
+from .._dispatch.modes.base import defined
 from .._dispatch.sources import SelectionSource, Source, SpanSource
-from .._dispatch.support import not_built
-from .merge import merged
-from .products import check_products
-from .turn import checked_turn, in_passes
 
 
 def dsv4_attention(
@@ -45,8 +40,7 @@ def dsv4_attention(
     norm_eps: float | None = None,
     o_groups: int = 1,
     products: str | None = None,
-    o_dtype: str | None = None,
-) -> tuple[Any, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
     Window entries and compressed entries are one latent head each, which is both K and V. Query i has position
@@ -59,7 +53,7 @@ def dsv4_attention(
     An entry that is seen both in the window and compressed counts twice, as in the model.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference.
       window_kv: `[b, s_w, d]` in q's dtype.
       compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, makes a layer with a window alone. Or a `Cache`,
         paged or not, for a chunk of a prompt: s_c is its capacity, and an entry that it has no page for is absent. A
@@ -84,8 +78,8 @@ def dsv4_attention(
       deterministic: as in `fmha`.
       batch_invariant: as in `fmha`, in one launch; a packed Cache is read by `dsv4_decode` alone.
       rope_table: float32 `[b, s_q, n]` or `[1, s_q, n]`, cos and sin of n / 2 pairs by turns, as `layers.Rope.table`
-        makes them. q is then as it was before RoPE: the last n dimensions of its heads are turned, in neighbouring
-        pairs, and those of o are turned back. Where there is a kernel for it, this is a part of attention; it rounds
+        makes them. q is then as it was before RoPE: the last n dimensions of its heads are rotated, in neighbouring
+        pairs, and those of o are rotated back. Where there is a kernel for it, this is a part of attention; it rounds
         less than passes of their own. The reference alone has derivatives in the table; elsewhere to ask for one is an
         error.
       norm_eps: a float > 0, with a rope_table: q comes before the norm of its heads too, `q / sqrt(mean(q²) +
@@ -93,20 +87,14 @@ def dsv4_attention(
       o_groups: with a rope_table, in how many groups of heads a product takes o, as V4's output projection does.
         A kernel then reads the gradient of o as that product's gradient writes it. Results do not depend on it. It must
         divide h_q.
-
       products: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
         4 % off (docs/howto/fp8-products.md). q is bfloat16; a kernel has d 512. It is one launch, in any order of sums.
         The reference alone has a gradient, as if nothing were rounded. A Cache, packed in any layout or not, becomes
         codes sequence by sequence. "float8_e4m3fn_bf16_rope" leaves the last 64 dimensions, V4's RoPE, in bfloat16 for
         the scores: d is greater.
-      o_dtype: "float8_e4m3fn" makes o (codes, scales): codes e4m3 `[b, s_q, h_q, d]`, and scales float32
-        `[b, s_q, h_q, d / 128]`, so that code · scale is o. A scale is the power of two of its 128 columns, of which
-        448 times are not less than the greatest of them, or than 1e-10 (docs/semantics.md). There is no gradient, and d
-        is a multiple of 128. A kernel that norms and turns q rounds o once, straight to codes, where q is bfloat16 and
-        fills the device (as many tiles of 64 heads as processors); elsewhere a pass over o makes them.
 
     Returns:
-      o like q, or with o_dtype (codes, scales), and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -152,8 +140,7 @@ def dsv4_attention(
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     if batch_invariant and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
-    check_products(op, products, q, batch_invariant)
-    check_o_dtype(op, o_dtype, dims["d"])
+    modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, products, q, batch_invariant)]
     if products is not None and method == "two_pass":
         raise _check.error(ValueError, op, "method", method, f"'fused' or None with products={products!r}")
     sink = _check.sink(op, sink, dims)
@@ -164,14 +151,7 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
-    turn = checked_turn(op, rope_table, norm_eps, dims, implementation)
-    if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
-        raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
-
-    def passes(attention: Callable[[jax.Array], reference.Attention]) -> Any:
-        results = in_passes(attention, q, turn, implementation)
-        return results if o_dtype is None else in_codes(op, results)
-
+    rope = rotary.wanted(op, rope_table, norm_eps, o_groups, dims, implementation)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]
@@ -204,7 +184,7 @@ def dsv4_attention(
         def definition(q: jax.Array) -> reference.Attention:
             return reference.dsv4_attention(q, window_kv, compressed_kv, products=products, **how)
 
-        return passes(definition)
+        return defined(definition, rope)(q)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
     near_source = SpanSource(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
@@ -226,33 +206,10 @@ def dsv4_attention(
             sources.append(far if cache is None else dataclasses.replace(far, layout=cache.layout))
         else:
             sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
-    support = support_of(q, sources, products=products)
-    if method == "fused" and not support.shipped:
-        other = "'two_pass'" if products is None else "None, with which the reference runs"
-        wanted = f"{other}, or operands that there is a fused kernel for"
-        raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
-    run = functools.partial(
-        attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation,
-        differentiable=cache is None and products is None, deterministic=deterministic, batch_invariant=batch_invariant,
-        products=products,
+    return attend(
+        op, q, sources, sink=sink, scale=scale, implementation=implementation, modes=[*modes, *rope], method=method,
+        differentiable=cache is None, deterministic=deterministic,
     )  # fmt: skip
-    if products is not None:
-        return passes(lambda q: run(q=q))
-    if len(sources) > 1 and not batch_invariant and (method == "two_pass" or not support.shipped):
-
-        def attention(q: jax.Array) -> reference.Attention:
-            return merged([run(q=q, sources=[source], sink=None) for source in sources], sink, op)
-
-        return passes(attention)
-    turns = functools.partial(takes_turns, q, sources)
-    if turn is not None and not batch_invariant:
-        whole = functools.partial(run, q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
-        if o_dtype is not None and turns(turn, to_codes=True):
-            return whole(to_codes=True)
-        if turns(turn):
-            results = whole()
-            return results if o_dtype is None else in_codes(op, results)
-    return passes(lambda q: run(q=q))
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.span import Span
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SpanSource
 
 
@@ -28,7 +29,7 @@ def fmha(
         S = scale * q·k;  lse = log Σ exp(S);  o = Σ exp(S - logaddexp(lse, sink)) v
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32, and float16 with d = 512, only on the reference.
       k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
       v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
       span: which keys a query sees; None means all.
@@ -84,5 +85,5 @@ def fmha(
     source = SpanSource(k, start, stop, v, names, width=span.width, from_first=span.is_from_first)
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        modes=canonical_order.wanted(batch_invariant),
     )  # fmt: skip

@@ -49,7 +49,8 @@ def lightning_indexer(
     same way.
 
     Args:
-      q: `[b, s_q, h, d]`, bfloat16, float16 or float8_e4m3fn; float32 only on the reference.
+      q: `[b, s_q, h, d]`, bfloat16 or float8_e4m3fn; float16, float32, and h other than 32 and 64, only on the
+        reference.
       k: `[b, s_c, d]` in q's dtype. With s_c = 0 every index is -1. Or a `Cache` in q's dtype, or in the layout
         "index_fp8" where q is float8_e4m3fn, else also in "index_fp4"; s_c is then its capacity. It must not have run
         over, and an entry without a page counts as zeros. Hopper's kernels read "index_fp4" for 32 or 64 heads in
@@ -64,7 +65,7 @@ def lightning_indexer(
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice, then -1 for those that
         are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
         where they are known, and undefined where they are traced. Kernels compute scores of these entries alone. Of a
-        `Cache` they read these keys where they are: for blocks of 8 in pages of whole blocks, with 32 or 64 heads,
+        `Cache` they read these keys where they are: for blocks of 8 in pages of whole blocks, with 32 heads,
         bfloat16 or float8_e4m3fn; else what XLA gathers into an array of all its keys.
       from_start: as in `indexer_blocks`.
       return_scores: whether the scores at the indices are returned too.

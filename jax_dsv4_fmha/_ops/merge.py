@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _check
-from .._definitions.log_space import finite, logsumexp, sigmoid
-from .._dispatch.op import RESULTS, SINK, Axes, Call, KernelUse, Op
-from .._dispatch.sharding import aligned
+from .._dispatch.merge import merged
 
 
 def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -56,32 +53,3 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
         dtypes = (o.dtype,)
         checked.append((o, lse))
     return merged(checked, _check.sink(op, sink, dims, first))
-
-
-def merged(
-    parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None, op: str = "merge"
-) -> tuple[jax.Array, jax.Array]:
-    """`merge` of checked operands, on any devices; `op` is the caller's name, for errors."""
-    parts, sink = _side_by_side(parts, sink, op)
-    o_parts = jnp.stack([o.astype(jnp.float32) for o, _ in parts])
-    lse_parts = jnp.stack([lse for _, lse in parts])
-    lse = logsumexp(lse_parts, 0)
-    shares = jnp.exp(lse_parts - finite(lse)[None])[..., None]
-    o = jnp.sum(shares * jnp.where(lse_parts[..., None] == -jnp.inf, 0, o_parts), axis=0)
-    if sink is not None:
-        o = o * sigmoid(finite(lse) - sink[None, None])[..., None]
-    return o.astype(parts[0][0].dtype), lse
-
-
-def _side_by_side(
-    parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None, op: str
-) -> tuple[Sequence[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """The operands, with those that an Explicit mesh shards placed alike."""
-    axes = [Axes(f"parts[{i}] {x.name}", x.axes) for i in range(len(parts)) for x in RESULTS]
-    operands = [x for part in parts for x in part]
-    if sink is not None:
-        axes, operands = [*axes, SINK], [*operands, sink[None]]
-    placed = aligned(Call(Op(op, tuple(axes), RESULTS, lambda *_: ()), KernelUse.NEVER), tuple(operands))
-    if sink is not None:
-        sink = placed[-1][0]
-    return list(zip(placed[: 2 * len(parts) : 2], placed[1::2], strict=False)), sink

@@ -37,7 +37,7 @@ def head_summed_probabilities(
     result has no gradient.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16, float16 or float32: the queries of attention.
+      q: `[b, s_q, h_q, d]`, bfloat16, float16 or float32: the queries of attention. The kernel takes bfloat16.
       kv: `[b, s_c, d]` in q's dtype: the entries that attention reads.
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` and `sparse_fmha` return it. A head with ±inf adds nothing.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_c is absent.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._dispatch.attend import attend
+from .._dispatch.modes import canonical_order
 from .._dispatch.sources import SelectionSource
 
 
@@ -28,7 +29,7 @@ def sparse_fmha(
     name has no influence on it, not even as NaN.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference.
       kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
@@ -71,5 +72,5 @@ def sparse_fmha(
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
-        batch_invariant=batch_invariant,
+        modes=canonical_order.wanted(batch_invariant),
     )  # fmt: skip

@@ -61,6 +61,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         separate(64, s_q=100, s_kv=150, h_q=4, h_kv=2, sink="normal", features=("large",)),
         separate(256, s_q=100, s_kv=150, h_q=4, span="causal", dtype="float16", features=("large",)),
         separate(128, s_q=100, s_kv=150, h_q=4, h_kv=2, shared_kv=True, span="causal", sink="mixed"),
+        separate(128, s_q=64, s_kv=150, h_q=16, shared_kv=True, span="causal", dtype="float16", sink="normal"),
         # 16-bit and 31-bit counts of rows and of elements
         separate(64, s_q=70_000, s_kv=70_000, span="window"),
         separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, h_kv=4, span="causal", sink="normal"),
@@ -86,8 +87,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         latent(8, s_q=300, s_kv=75, span="compressed", ratio=4, sink="normal"),
         latent(64, s_q=160, s_kv=4, span="compressed", ratio=128),  # entries that nobody sees, and rows without entries
         latent(32, s_q=50, s_kv=110, span="causal", sink="normal", features=("large",)),
-        latent(16, s_q=64, s_kv=150, span="causal", dtype="float16", sink="normal"),
-        latent(128, s_q=16, s_kv=140, span="window", dtype="float16", features=("large",)),
+        latent(128, s_q=16, s_kv=140, span="window", features=("large",)),
         latent(64, s_q=1024, s_kv=1024, span="causal", sink="normal"),
         latent(128, s_q=2048, s_kv=2048, span="window", sink="normal"),
         # top-k
@@ -110,7 +110,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         dsv4(8, b=3, s_q=4, s_kv=150, s_c=40, ratio=128, decode=True, sink="normal", features=("lengths", "nan")),
         dsv4(8, b=2, s_q=60, s_kv=60, s_c=15, ratio=4, topk=12, sink="normal", features=("absent",)),
         dsv4(64, s_q=3, s_kv=128, s_c=700, ratio=4, topk=512, decode=True, sink="normal", features=("absent", "nan")),
-        dsv4(16, b=2, s_q=30, s_kv=30, s_c=8, ratio=4, topk=6, dtype="float16", features=("absent", "lengths", "nan")),
+        dsv4(16, b=2, s_q=30, s_kv=30, s_c=8, ratio=4, topk=6, features=("absent", "lengths", "nan")),
         dsv4(16, s_q=64, s_kv=64, s_c=16, ratio=4, sink="normal", features=("large",)),
         dsv4(128, s_q=1024, s_kv=1024, s_c=8, ratio=128, sink="normal"),
         # by products of e4m3: of arrays, and chunks of prompts over caches
@@ -131,7 +131,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         decode(64, s_kv=1),
         decode(8, b=4, s_kv=300, sink="normal"),
         decode(128, s_q=2, s_kv=4608, page=64, ratio=4, topk=1024, sink="normal"),
-        decode(16, b=2, s_kv=900, page=64, ratio=4, topk=48, dtype="float16", sink="mixed"),
+        decode(16, b=2, s_kv=900, page=64, ratio=4, topk=48, sink="mixed"),
         decode(128, s_kv=9000, ratio=1, sink="normal"),  # one query of many keys
         *(
             case
@@ -181,26 +181,25 @@ def _attention() -> tuple[AttentionCase, ...]:
 
 
 def _indexer() -> tuple[IndexerCase, ...]:
-    types, fp8 = ("bfloat16", "float16"), "float8_e4m3fn"
+    types = "bfloat16", "float8_e4m3fn"
     return (
-        *(ChoiceCase(s_q=9, s_c=300, topk=40, h_q=h, dtype=t) for h in (16, 32, 64) for t in (*types, fp8)),
-        *(ChoiceCase(s_q=29, s_c=5000, topk=512, ratio=4, dtype=t) for t in ("bfloat16", fp8)),
+        *(ChoiceCase(s_q=9, s_c=300, topk=40, h_q=h, dtype=t) for h in (32, 64) for t in types),
+        *(ChoiceCase(s_q=29, s_c=5000, topk=512, ratio=4, dtype=t) for t in types),
         ChoiceCase(s_q=5, s_c=9000, topk=2048),
-        *(ChoiceCase(s_q=s_q, s_c=640, topk=64, dtype=t, page=64) for s_q in (2, 8) for t in (*types, fp8)),
-        ChoiceCase(s_q=3, s_c=320, topk=700, h_q=16, dtype=fp8, page=32),
-        *(BlocksCase(s_q=9, s_c=300, topk=40, h_q=32, dtype=t) for t in ("bfloat16", fp8)),
-        *(BlocksCase(s_q=2, s_c=320, topk=40, h_q=32, page=32, dtype=t) for t in ("bfloat16", fp8)),
-        *(ScoresCase(s_q=9, s_c=90, topk=130, h_q=h, dtype=t) for h in (16, 32, 64) for t in types),
+        *(ChoiceCase(s_q=s_q, s_c=640, topk=64, dtype=t, page=64) for s_q in (2, 8) for t in types),
+        ChoiceCase(s_q=3, s_c=320, topk=700, h_q=32, dtype="float8_e4m3fn", page=32),
+        *(BlocksCase(s_q=9, s_c=300, topk=40, h_q=32, dtype=t) for t in types),
+        *(BlocksCase(s_q=2, s_c=320, topk=40, h_q=32, page=32, dtype=t) for t in types),
+        *(ScoresCase(s_q=9, s_c=90, topk=130, h_q=h) for h in (32, 64)),
     )
 
 
 def _rope() -> tuple[RopeCase, ...]:
-    types = ("bfloat16", "float16")
     return (
-        *(RopeCase(b=2, s_q=150, h_q=16, d=512, dtype=t) for t in types),
+        RopeCase(b=2, s_q=150, h_q=16, d=512),
         RopeCase(b=3, s_q=5),
-        *(NormRopeCase(b=2, s_q=60, h_q=16, d=512, dtype=t) for t in types),
-        *(RopeHadamardCase(b=2, s_q=70, h_q=16, d=128, dtype=t) for t in types),
+        NormRopeCase(b=2, s_q=60, h_q=16, d=512),
+        RopeHadamardCase(b=2, s_q=70, h_q=16, d=128),
     )
 
 
@@ -209,7 +208,6 @@ def _insert() -> tuple[InsertCase, ...]:
     return (
         *(InsertCase(s_q=3, ratio=r, features=x) for r in (0, 4, 128) for x in ((), *packed)),
         *(InsertCase(s_q=3, ratio=r, features=("v4_fp4",)) for r in (4, 128)),
-        *(InsertCase(s_q=2, ratio=r, dtype="float16") for r in (0, 4, 128)),
         *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",), ("index_fp4",))),
         *(InsertCase(s_q=4, ratio=r, features=(*x, "ragged")) for r in (0, 4, 128) for x in ((), ("v4_fp8",))),
     )

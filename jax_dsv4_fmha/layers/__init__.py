@@ -5,7 +5,7 @@ from .compressor import Compressor
 from .config import from_config
 from .hadamard import hadamard
 from .indexer import Indexer
-from .outputs import Choice, IndexQuery, LayerCache, Output, Shared
+from .outputs import LayerCache, Output, Shared
 from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
 from .weights import from_state_dict
@@ -16,19 +16,10 @@ STEP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 are the same. On a CPU they change nothing. `jax.jit(layer.step, donate_argnums=2, …)` takes them as `compiler_options`.
 """
 
-GRADIENT_OPTIONS = {"xla_gpu_disable_async_collectives": "ALLREDUCE"}
-"""XLA's options for a jitted gradient whose parameters' gradients are summed over GPUs of one host: sums run between
-products. Beside a product, which fills the GPU, each makes the other wait, and both take longer. The results are the
-same. On a CPU they change nothing. `jax.jit` takes them as `compiler_options`.
-"""
-
 __all__ = [
-    "GRADIENT_OPTIONS",
     "STEP_OPTIONS",
-    "Choice",
     "Compressor",
     "DSV4Attention",
-    "IndexQuery",
     "Indexer",
     "LayerCache",
     "Output",

@@ -1,8 +1,8 @@
 """Empty caches of a layer."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import functools
+import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,8 @@ import numpy as np
 from .. import Cache, _check
 from .._definitions.packed import LAYOUTS
 from .._ops.indexer_keys import page_unit
-from .outputs import LayerCache
-
-if TYPE_CHECKING:
-    from .attention import DSV4Attention
+from ._shape import LayerShape, formats
+from .outputs import LayerCache, check_pages
 
 _OP = "DSV4Attention"
 _FP8, _FP4 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float4_e2m1fn)
@@ -23,7 +21,7 @@ _IN_FP4 = {"v4_fp8": "v4_fp4", "v41_fp8": "v41_fp4"}  # the layout of entries, b
 
 
 def empty(
-    layer: DSV4Attention,
+    layer: LayerShape,
     b: int,
     max_length: int,
     dtype: Any,
@@ -33,7 +31,7 @@ def empty(
     page_tokens: int | None,
     pages: int | None,
 ) -> LayerCache:
-    """As `DSV4Attention.cache` says."""
+    """Makes the cache that `DSV4Attention.cache` describes."""
     for name, n in (("b", b), ("max_length", max_length), ("steps", steps)):
         _check.positive(_OP, name, n)
     near, far = layouts(layer, dtype)
@@ -54,17 +52,26 @@ def empty(
         unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
         if of_keys is not None and block_table is None:
             page = -(-page // unit) * unit
-        if keys is None and page % unit:  # no kernel takes packed keys in such pages
+        if keys is None and of_keys is not None and page % unit:
+            _say_once(
+                f"{_OP}.cache: index keys stay in {jnp.dtype(plain)} in pages of {page} entries, since kernels take"
+                f" packed ones in pages of a multiple of {unit}; page_tokens, or keys, changes this"
+            )
             of_keys = None
         made = entries(layer.indexer.d, of_keys, page)
         cache = cache._replace(keys=made, key_tokens=None if own is None else own.state(b, steps))
     return cache
 
 
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.getLogger("jax_dsv4_fmha").warning(text)
+
+
 def pool_of(
-    layer: DSV4Attention, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any
+    layer: LayerShape, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any
 ) -> tuple[int, int]:
-    """How many pages, of how many entries, make a cache of entries; without a table a page is a sequence."""
+    """Returns the pages of a cache of entries, and the entries of a page; without a table a page is a sequence."""
     ratio = max(layer.ratio, 1)
     sizes = {name: n for name, n in (("page_tokens", page_tokens), ("pages", pages)) if n is not None}
     for name, n in sizes.items():
@@ -83,21 +90,20 @@ def pool_of(
         got = f"{n} pages of {page_tokens} tokens for a sequence"
         raise _check.error(ValueError, _OP, "block_table", got, f"enough for max_length={max_length}")
     is_known = not isinstance(block_table, jax.core.Tracer) and getattr(block_table, "is_fully_addressable", True)
-    if is_known and (most := int(np.asarray(block_table).max())) >= pages:
-        raise _check.error(ValueError, _OP, "block_table", f"page {most}", f"pages below the pool's {pages}")
+    check_pages(_OP, np.asarray(block_table) if is_known else None, pages)
     return pages, page_tokens // ratio
 
 
-def layouts(layer: DSV4Attention, dtype: Any) -> tuple[str | None, str | None]:
+def layouts(layer: LayerShape, dtype: Any) -> tuple[str | None, str | None]:
     """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
-    near, _ = layer._formats
+    near, _ = formats(layer)
     of_model = {_FP8: (near, near), _FP4: (near, _IN_FP4[near])}
     wanted = f"bfloat16, float16, float32, {' or '.join(map(str, of_model))}"
     dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
     return of_model.get(dtype, (None, None))
 
 
-def layout_of_keys(layer: DSV4Attention, keys: Any, plain: Any, packed: bool) -> str | None:
+def layout_of_keys(layer: LayerShape, keys: Any, plain: Any, packed: bool) -> str | None:
     """The layout of index keys, of this dtype or beside latents that are packed or not; None of `plain` ones."""
     if keys is not None:
         wanted = f"None, {jnp.dtype(plain)}, {' or '.join(map(str, _KEYS))}"

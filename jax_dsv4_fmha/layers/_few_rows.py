@@ -13,15 +13,15 @@ from jax import lax
 
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
-from .._definitions.rope import normed_and_turned, pairs_turned
+from .._definitions.rope import normed_and_rotated, rotated_pairs
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.rope import normed_then_rotated, rotated
 from .._dispatch.support import Support
 from .._host import few_rows_product as raw
 from .._host import library
-from .._ops.rope import normed_then_turned, turned
-from .compressor import product
+from ._products import product
 from .hadamard import hadamard
 
 MAX_ROWS = 128
@@ -29,7 +29,7 @@ MAX_ROWS = 128
 
 
 class LowRank(NamedTuple):
-    """A low-rank query, of which a product makes query heads."""
+    """A low-rank query, from which a product makes query heads."""
 
     query: jax.Array
     """`[b, s, k]`"""
@@ -48,8 +48,8 @@ def plain_product(x: jax.Array, w: jax.Array, dtype: Any, kernel: bool) -> jax.A
 
 
 def leaves_norm(x: jax.Array, w: jax.Array, rank: int, *takers: bool) -> bool:
-    """Whether `product_and_low_rank` makes a query of this rank of x `[b, s, k]` and w `[k, n]`, for takers that all do
-    its norm themselves.
+    """Returns whether `product_and_low_rank` makes a query of this rank of x `[b, s, k]` and w `[k, n]`, if all takers
+    do its norm themselves.
     """
     fits = rank % raw.SQUARED == 0 and rank <= raw.SQUARED * raw.SQUARES
     return all(takers) and fits and _low_rank_call(x, w, rank) is not None
@@ -66,7 +66,7 @@ def product_and_low_rank(x: jax.Array, w: jax.Array, gain: jax.Array) -> tuple[j
 
 
 def makes_heads(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> bool:
-    """Whether a kernel makes query heads of a query with the batch and dtype of x, and does its norm."""
+    """Returns whether a kernel makes query heads of a query with the batch and dtype of x, and does its norm."""
     return _heads_call(x, w, dims, eps) is not None
 
 
@@ -78,11 +78,11 @@ def query_heads(c: LowRank, w: jax.Array, table: jax.Array, eps: float | None, k
         return run(x, w[None], table, _squares(c))[0]
     assert c.squares is None
     q = jnp.einsum("bsr,rhd->bshd", x, w.astype(x.dtype))
-    return turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
+    return rotated(q, table, 1) if eps is None else normed_then_rotated(q, table, eps)
 
 
 def makes_index_query(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool) -> bool:
-    """Whether `index_query` makes the queries of an indexer, of a query with the batch and dtype of x."""
+    """Returns whether `index_query` makes an indexer's queries of a query with the batch and dtype of x."""
     return _index_call(x, w, dims, to_fp8) is not None
 
 
@@ -93,7 +93,7 @@ def index_query(
     float8_e4m3fn as `quantize_indexer` does it, or in c's dtype; and the heads' weights, with the scales of those.
 
     Args:
-      given: float32 `[b, s, columns]`, with the heads' weights from `column` on, of which each is multiplied by scale.
+      given: float32 `[b, s, columns]`, with the heads' weights from `column` on; each is multiplied by scale.
       **params: column, scale, and eps, that of c's norm.
     """
     run = _index_call(c.query, w, table.shape[2], to_fp8, **params)
@@ -120,6 +120,13 @@ def _index_call(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool, **params: A
     return _call(_INDEX, x, w, w.shape[0], w.shape[1] * w.shape[2], to_fp8=to_fp8, **params) if fits else None
 
 
+def projected_back(o: jax.Array, w_a: jax.Array, w_b: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
+    """y `[b, s, n]` of o `[b, s, h, d]`, with w_a `[g, h / g, d, k]` and w_b `[g, k, n]`; o is first turned back by a
+    table, if any.
+    """
+    return summed_product(grouped_product(o, w_a.reshape(w_a.shape[0], -1, w_a.shape[3]), table, kernel), w_b, kernel)
+
+
 def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
     """x `[b, s, h, d]` w `[g, h / g d, n]`, group by group of heads, which are first turned back by a table, if any."""
 
@@ -131,7 +138,7 @@ def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel:
     call = _call(_GROUPED, x, w, *w.shape[1:], groups=w.shape[0]) if kernel and fits else None
     if call is not None:
         return call(in_groups(x), w[None], table)[0]
-    x = x if table is None else turned(x, table, -1)
+    x = x if table is None else rotated(x, table, -1)
     return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), w.astype(x.dtype))
 
 
@@ -148,7 +155,7 @@ def summed_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
 def _call(
     op: Op, x: jax.Array, w: jax.Array, k: int, n: int, *, groups: int = 1, to_float32: bool = False, **params: Any
 ) -> Callable[..., Arrays] | None:
-    """What runs the op with its kernel; None where none takes the operands."""
+    """Returns a function that runs the op with its kernel; None if no kernel takes the operands."""
     b, s = x.shape[:2]
     if not (isinstance(b, int) and isinstance(s, int) and 0 < b * s <= MAX_ROWS and k % 8 == n % 8 == 0):
         return None
@@ -184,7 +191,7 @@ def _of_normed(x: jax.Array, w: jax.Array, squares: jax.Array, eps: float) -> ja
 
 
 def _heads(x: jax.Array, w: jax.Array, table: jax.Array, squares: jax.Array, *, eps: float) -> Arrays:
-    return normed_and_turned(_of_normed(x, w, squares, eps), table, eps=eps)
+    return normed_and_rotated(_of_normed(x, w, squares, eps), table, eps=eps)
 
 
 def _index(
@@ -200,7 +207,7 @@ def _index(
     eps: float,
     to_fp8: bool,
 ) -> Arrays:
-    q = hadamard(pairs_turned(_of_normed(x, w, squares, eps), table, direction=1)[0])
+    q = hadamard(rotated_pairs(_of_normed(x, w, squares, eps), table, direction=1)[0])
     weights = given[..., column : column + w.shape[2]] * scale
     if not to_fp8:
         return q, weights
@@ -209,7 +216,7 @@ def _index(
 
 
 def _grouped(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> Arrays:
-    (heads,) = pairs_turned(x.reshape(*x.shape[:2], -1, raw.HEAD), table, direction=-1)
+    (heads,) = rotated_pairs(x.reshape(*x.shape[:2], -1, raw.HEAD), table, direction=-1)
     return (jnp.einsum("bsgk,cgkn->bsgn", heads.reshape(x.shape), w),)
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._ops.rope import normed
+from .._dispatch.rope import normed
 
 
 @jax.named_scope("norm")

@@ -17,10 +17,10 @@ IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
 
 
 @functools.cache
-def shapes(part: Any, form: str = "") -> dict[str, Any]:
-    """Shapes of the parameters that `part.init` makes, or that the method `form` makes of them."""
+def shapes(part: Any) -> dict[str, Any]:
+    """Shapes of the parameters that `part.init` makes."""
     found: dict[str, Any] = jax.eval_shape(lambda: part.init(jax.random.key(0)))
-    return jax.eval_shape(getattr(part, form), found) if form else found
+    return found
 
 
 def with_matrices_in(params: Any, dtype: Any) -> Any:
@@ -30,14 +30,13 @@ def with_matrices_in(params: Any, dtype: Any) -> Any:
     )
 
 
-def parameters(part: Any, params: Any, form: str = "") -> None:
-    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats; form: as in
-    `shapes`.
-    """
-    _agree(type(part).__name__, "params", params, shapes(part, form))
+def parameters(part: Any, params: Any) -> None:
+    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats."""
+    agree(type(part).__name__, "params", params, shapes(part))
 
 
-def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
+def agree(op: str, name: str, got: Any, wanted: Any) -> None:
+    """Raises unless these are floats with the wanted names and shapes."""
     if not isinstance(wanted, Mapping):
         shape = f"floats{list(wanted.shape)}" + _as_torch_has_it(got, wanted.shape)
         _check.array(op, name, got, shape, lambda x: x.shape == wanted.shape and jnp.issubdtype(x.dtype, jnp.floating))
@@ -50,11 +49,11 @@ def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
         found = [f"no {', '.join(missing)}"] * bool(missing) + [f"{', '.join(surplus)} too"] * bool(surplus)
         raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
     for key in wanted:
-        _agree(op, f"{name}.{key}", got[key], wanted[key])
+        agree(op, f"{name}.{key}", got[key], wanted[key])
 
 
 def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:
-    """What an error adds where a matrix is [out, in] and its shape shows it."""
+    """Returns the end of an error about a matrix whose shape shows that it is [out, in]."""
     shape = getattr(got, "shape", ())
     is_matrix = len(shape) == 2 and math.prod(shape) == math.prod(wanted) and shape != wanted
     turned = is_matrix and (len(wanted) > 2 or shape == wanted[::-1])
@@ -74,15 +73,20 @@ def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
         raise _check.error(ValueError, op, name, got, f"{PartitionSpec(*wanted)}, as `partition` says")
 
 
-def hidden(op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None)) -> jax.Array:
-    """x `[b, s, last]` as an array of floats; `first` has b and s where they must be some number. Both may be 0."""
+def hidden(
+    op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None), dtype: Any = None
+) -> jax.Array:
+    """x `[b, s, last]` as an array of floats; `first` has b and s where they must be some number. Both may be 0. dtype:
+    the one that x must have; None is any.
+    """
+    dtypes = _check.FLOAT if dtype is None else (dtype,)
 
     def fits(x: Any) -> bool:
-        there = x.dtype in _check.FLOAT and x.ndim == 3 and x.shape[2] == last
+        there = x.dtype in dtypes and x.ndim == 3 and x.shape[2] == last
         return there and all(n is None or n == m for n, m in zip(first, x.shape, strict=False))
 
     sizes = [letter if n is None else f"{letter}={n}" for letter, n in zip("bs", first, strict=True)]
-    return _check.array(op, name, x, f"{' or '.join(map(str, _check.FLOAT))}[{', '.join([*sizes, str(last)])}]", fits)
+    return _check.array(op, name, x, f"{' or '.join(map(str, dtypes))}[{', '.join([*sizes, str(last)])}]", fits)
 
 
 def positions(op: str, name: str, x: Any, b: Any, s: Any) -> jax.Array:

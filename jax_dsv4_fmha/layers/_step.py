@@ -1,129 +1,152 @@
-"""What a step of generation does with the rows of its tokens: products, and new entries of caches."""
+"""A step of generation: the last tokens of every sequence."""
 
 from __future__ import annotations
 
-import functools
-import operator
+import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import Cache
-from . import _few_rows, _joined
+from .. import Cache, Span, dsv4_decode
+from . import _entries, _few_rows, _params
+from ._few_rows import LowRank
 from ._norm import rms_norm
-from .insert import Entries, Rows, insert
+from ._parts import Part, Products
+from ._rounding import rounded
+from ._shape import LayerShape, roundings
+from .indexer import IndexQuery, chosen, in_8_bits, index_query, rounding, weight_scale
+from .insert import Entries, Rows, State, insert
 from .outputs import LayerCache, Shared
-
-if TYPE_CHECKING:
-    from .attention import DSV4Attention
+from .pooling import counted
 
 
-def products(
-    layer: DSV4Attention, params: Any, x: jax.Array, cache: LayerCache, kernel: bool
-) -> tuple[dict[str, Rows], _few_rows.LowRank]:
-    """x times the matrices that a step multiplies it with, in float32, by their names; and the low-rank query."""
-    found, column = {}, 0
-    if _joined.JOINED not in params:
-        for name, width in _joined.of_x(layer).items():
-            matrix = functools.reduce(operator.getitem, name.split("."), params)
-            found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
-        return found, _low_rank(layer, params, found["wq_a"].take(), x.dtype)
-    c, w = None, params[_joined.JOINED]
-    if kernel and _leaves_norm(layer, params, x, cache):
-        whole, c = _few_rows.product_and_low_rank(x, w, params["q_norm"])
-    else:
-        whole = _few_rows.plain_product(x, w, jnp.float32, kernel)
-    for name, width in _joined.of_x(layer).items():
-        found[name] = Rows(whole, column, width)
-        column += width
-    return found, c or _low_rank(layer, params, found["wq_a"].take(), x.dtype)
+@dataclasses.dataclass(frozen=True)
+class Step(Part):
+    """The last tokens of every sequence: few rows, which a kernel multiplies with large matrices."""
 
+    cache: LayerCache
+    lengths: jax.Array
+    """int32 `[b]`: tokens of each sequence, including these"""
+    first: jax.Array
+    """int32 `[b]`: the position of each sequence's first token here"""
+    is_ragged: bool
+    """whether sequences may have different numbers of new tokens; if not, all have as many as there are"""
+    is_causal: bool
+    table: jax.Array
+    """of RoPE at the positions"""
+    kernel: bool
+    """whether kernels without a gradient may run, of products and of insertions"""
 
-def _low_rank(layer: DSV4Attention, params: Any, rows: jax.Array, dtype: Any) -> _few_rows.LowRank:
-    return _few_rows.LowRank(rms_norm(rows.astype(dtype), params["q_norm"], layer.eps))
+    @classmethod
+    def of(
+        cls,
+        layer: LayerShape,
+        params: Any,
+        options: Mapping[str, Any],
+        s: Any,
+        cache: LayerCache,
+        lengths: jax.Array,
+        start: jax.Array | None = None,
+        *,
+        is_causal: bool,
+    ) -> Step:
+        """s tokens of each sequence, as `DSV4Attention.step` says."""
+        first = lengths - s if start is None else start
+        positions, kernel = counted(first, 0, s), options["implementation"] != "reference"
+        kind = start is not None, is_causal, layer.rope.table(positions), kernel
+        return cls(layer, params, options, positions, cache, lengths, first, *kind)
 
+    def products(self, x: jax.Array) -> Products:
+        """All products with x, in float32."""
+        columns, gain = _params.of_x(self.layer, self.params), self.params["q_norm"]
+        c, arrays = None, {}
+        for array, _, width in columns.values():
+            if id(array) in arrays:
+                continue
+            if self.kernel and width < array.shape[1] and self._norm_is_left(x, array):
+                arrays[id(array)], c = _few_rows.product_and_low_rank(x, array, gain)
+            else:
+                arrays[id(array)] = _few_rows.plain_product(x, array, jnp.float32, self.kernel)
+        rows = {name: Rows(arrays[id(array)], first, width) for name, (array, first, width) in columns.items()}
+        return Products(c or LowRank(rms_norm(rows["wq_a"].take().astype(x.dtype), gain, self.layer.eps)), rows)
 
-def _leaves_norm(layer: DSV4Attention, params: Any, x: jax.Array, cache: LayerCache) -> bool:
-    """Whether all products of the low-rank query do its norm."""
-    heads = _few_rows.makes_heads(x, params["wq_b"], layer.rope.dims, layer.eps if layer.norm_heads else None)
-    indexes = layer.indexer is None or _makes_index_query(layer, params, x, cache.keys)
-    return _few_rows.leaves_norm(x, params[_joined.JOINED], layer.q_rank, heads, indexes)
-
-
-def _makes_index_query(layer: DSV4Attention, params: Any, x: jax.Array, keys: Any) -> bool:
-    """Whether a kernel makes an indexer's queries, for a step with the batch and dtype of x."""
-    assert layer.indexer is not None
-    w = params["indexer"]["wq_b"]
-    return layer.indexer.transforms and _few_rows.makes_index_query(x, w, layer.rope.dims, in_8_bits(keys))
-
-
-def index_query(
-    layer: DSV4Attention,
-    params: Any,
-    c: _few_rows.LowRank,
-    rows: Mapping[str, Rows],
-    positions: jax.Array,
-    table: jax.Array,
-    keys: Any,
-    kernel: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """An indexer's queries and their weights, where there is a kernel in one product."""
-    assert layer.indexer is not None
-    given = rows["indexer.weights_proj"]
-    if not (kernel and _makes_index_query(layer, params, c.query, keys)):
-        # of few columns, so that XLA's product is faster
-        in_kernel = kernel and layer.batch_invariant
-        return layer._index_query(params, c.query, given.take(), positions, keys, in_kernel)
-    with jax.named_scope("indexer"):
-        numbers = {"column": given.column, "scale": layer.indexer.weight_scale, "eps": layer.eps}
-        w, quantized = params["indexer"]["wq_b"], in_8_bits(keys)
-        q, weights = _few_rows.index_query(c, w, table, given.product, quantized, **numbers)
-        return q if quantized else layer.indexer.rounded(q), weights
-
-
-def inserted(
-    layer: DSV4Attention,
-    params: Any,
-    x: jax.Array,
-    rows: Mapping[str, Rows],
-    cache: LayerCache,
-    shared: Shared,
-    start: jax.Array | None,
-    lengths: jax.Array,
-    kernel: bool,
-) -> tuple[LayerCache, Shared]:
-    """The cache with all that a step's tokens make, and the entries that the queries see; start: as in `insert`."""
-    own, indexer = layer.compressor, layer.indexer
-    near, far = ((x, layer._plain) if layer.fake_quantize else None for x in layer._formats)
-    of_window = Entries(params["kv_norm"], layer.rope, layer.eps, rounded_as=near)
-    with jax.named_scope("append"):
-        window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel, start)
-    cache = cache._replace(window=window)
-    if indexer is not None and indexer.latent > 0:  # whose keys are made of the entries before RoPE
-        return layer._compressed(params, x, lengths - x.shape[1] if start is None else start, cache, shared, lengths)
-    if own is None:
-        return cache, shared
-    assert cache.compressed is not None
-    with jax.named_scope("compressor"):
-        made = own.entries(params["compressor"], layer.rope)._replace(rounded_as=far)
-        entries, tokens = insert(
-            cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel, start
+    def _norm_is_left(self, x: jax.Array, w: jax.Array) -> bool:
+        """Returns whether all products of the low-rank query, the first columns of x w, do its norm."""
+        layer = self.layer
+        eps = layer.eps if layer.norm_heads else None
+        heads = _few_rows.makes_heads(x, self.params["wq_b"], layer.rope.dims, eps)
+        return _few_rows.leaves_norm(
+            x, w, layer.q_rank, heads, layer.indexer is None or self._indexes(x, self.cache.keys)
         )
-    cache, shared = cache._replace(compressed=entries, tokens=tokens), shared._replace(compressed=entries)
-    if indexer is not None and indexer.compressor is not None:
-        assert cache.keys is not None
+
+    def queries(self, made: Products) -> jax.Array:
+        """q `[b, s, h, d]`, after norm and RoPE."""
+        eps = self.layer.eps if self.layer.norm_heads else None
+        return _few_rows.query_heads(made.c, self.params["wq_b"], self.table, eps, self.kernel)
+
+    def kept(self, x: jax.Array, made: Products, given: Shared) -> tuple[LayerCache, Cache, Shared]:
+        """The cache with all that these tokens make; its window; and what layers share."""
+        layer, rows = self.layer, made.rows
+
+        def inserted(cache: Any, state: Any, rows: Rows, entries: Entries) -> Any:
+            start = self.first if self.is_ragged else None
+            return insert(cache, state, rows, entries, self.lengths, x.dtype, self.kernel, start)
+
+        def write(source: _entries.Source, cache: Cache, state: State) -> _entries.Written:
+            with jax.named_scope(source.name.partition(".")[0]):
+                return _entries.Written(*inserted(cache, state, rows[f"{source.name}.w"], source.entries))
+
+        of_window = Entries(self.params["kv_norm"], layer.rope, layer.eps, rounding=roundings(layer)[0])
+        with jax.named_scope("append"):
+            window, _ = inserted(self.cache.window, None, rows["wkv"], of_window)
+        # keys that are made of latents need these before RoPE
+        by_latents = layer.indexer is not None and layer.indexer.latent > 0
+        writer = _entries.extending(x, self.first, self.lengths) if by_latents else write
+        cache, shared = _entries.written(layer, self.params, self.cache._replace(window=window), given, writer)
+        return cache, window, shared
+
+    def _indexes(self, x: jax.Array, keys: Any) -> bool:
+        """Returns whether a kernel makes the indexer's queries, for a step with the batch and dtype of x."""
+        dims, w = self.layer.rope.dims, self.params["indexer"]["wq_b"]
+        return self.indexer.transforms and _few_rows.makes_index_query(x, w, dims, in_8_bits(keys))
+
+    def index_query(self, x: jax.Array, made: Products, keys: Any) -> IndexQuery:
+        """An indexer's queries and their weights, where there is a kernel in one product."""
+        (c, rows), layer, indexer, its = made, self.layer, self.indexer, self.params["indexer"]
+        given = rows["indexer.weights_proj"]
+        if not (self.kernel and self._indexes(c.query, keys)):
+            # of few columns, so that XLA's product is faster
+            in_kernel = self.kernel and self.options["batch_invariant"]
+            made_of = its, c.query, given.take(), self.positions, layer.rope, keys
+            return index_query(indexer, *made_of, in_kernel)
         with jax.named_scope("indexer"):
-            made = indexer.compressor.entries(params["indexer"]["compressor"], layer.rope, indexer.transforms)
-            made = made._replace(rounded_as=indexer.rounded_as)
-            keys, tokens = insert(
-                cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel, start
-            )
-        cache, shared = cache._replace(keys=keys, key_tokens=tokens), shared._replace(keys=keys)
-    return cache, shared
+            numbers = {"column": given.column, "scale": weight_scale(indexer), "eps": layer.eps}
+            quantized = in_8_bits(keys)
+            q, weights = _few_rows.index_query(c, its["wq_b"], self.table, given.product, quantized, **numbers)
+            return q if quantized else rounded(q, rounding(indexer)), weights
 
+    def chosen(self, query: IndexQuery, shared: Shared, indices: jax.Array | None) -> Shared:
+        past: dict[str, Any] = {"ratio": self.layer.ratio, "q_offset": self.first}
+        if self.is_ragged:  # padding has nothing to choose from
+            past["span"] = Span(0, jnp.where(self.positions < self.lengths[:, None], 2**31 - 1, 0))
+        return chosen(self.indexer, query, shared, past, indices)
 
-def in_8_bits(keys: Any) -> bool:
-    """Whether an indexer's queries are quantized, as its keys are."""
-    return isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8"
+    @jax.named_scope("attention")
+    def attention(self, q: jax.Array, keys: Any, shared: Shared, indices: Any) -> tuple[jax.Array, jax.Array]:
+        return dsv4_decode(
+            q,
+            keys,
+            shared.compressed if self.layer.ratio else None,
+            lengths=self.lengths,
+            sink=self.params["sink"],
+            window=self.layer.window,
+            q_offset=self.first if self.is_ragged else None,
+            is_causal=self.is_causal,
+            **self.options,
+            **self.seen(shared, indices),
+        )
+
+    def projected_back(self, o: jax.Array) -> jax.Array:
+        return _few_rows.projected_back(o, self.params["wo_a"], self.params["wo_b"], self.table, self.kernel)

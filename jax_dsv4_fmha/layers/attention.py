@@ -10,35 +10,32 @@ choices).
 
 A layer is a function of arrays and pytrees: parameters are a dict, caches a NamedTuple of `Cache`. The static part is
 `DSV4Attention`, a frozen dataclass that `from_config` makes from a model's config.json.
+
+A field of it says what the model computes, rounding included. An argument says how one call runs, as in the ops:
+`implementation`, `deterministic`, `batch_invariant`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, indexer_blocks, lightning_indexer
+from .. import _check, indexer_loss
 from .._definitions import explicit_axes
-from .._definitions.packed import rounded
-from .._definitions.span import positions_of
-from .._dispatch.sequences import rounded_sequences, whole_sequences
-from . import _caches, _checks, _few_rows, _joined, _operands, _step
-from ._norm import rms_norm
-from ._step import in_8_bits
-from .compressor import Compressor, kept_at, product
-from .documents import packed_blocks
-from .indexer import Indexer
-from .outputs import IndexQuery, LayerCache, Output, Shared
-from .pooling import RunningSums, counted
-from .rope import Rope, rope, rope_of_normed
-from .zigzag import NATURAL, Order
+from .._dispatch.rope import normed_then_rotated, rotated
+from . import _caches, _checks, _operands, _params
+from ._checks import without_single_axes
+from ._parts import Chunk, Prompt
+from ._shape import LayerShape
+from ._step import Step
+from .outputs import LayerCache, Output, Shared
+from .pooling import counted
+from .zigzag import Order
 
 
 @dataclasses.dataclass(frozen=True)
-class DSV4Attention:
+class DSV4Attention(LayerShape):
     """The shape of a layer; `layers.from_config` makes the layers of a model.
 
     Attributes:
@@ -59,9 +56,6 @@ class DSV4Attention:
         numbers that the model's caches hold in 8 and 4 bits, with a gradient that passes straight through. It is a
         part of V4.1; of V4 it is how the model was trained at last.
       eps: epsilon of the norms.
-      batch_invariant: as in `dsv4_attention`, for attention in prompts, chunks and steps. A sequence's y of a step then
-        has the same bits in any batch of up to 128 tokens, with parameters in x's dtype. Products of prompts are XLA's
-        (docs/semantics.md).
       products: as in `dsv4_attention`, for attention in prompts and chunks, which then has no gradient. A chunk reads
         entries from the bytes of a packed cache, and unpacks none to bfloat16. Steps stay as they are: they wait for
         keys, not for products.
@@ -79,94 +73,17 @@ class DSV4Attention:
       (2, 6, 64)
     """
 
-    hidden: int
-    heads: int
-    d: int = 512
-    q_rank: int = 1024
-    o_groups: int = 8
-    o_rank: int = 1024
-    window: int = 128
-    rope: Rope = dataclasses.field(default_factory=Rope)
-    ratio: int = 0
-    compressor: Compressor | None = None
-    sparse: bool = False
-    indexer: Indexer | None = None
-    norm_heads: bool = True
-    fake_quantize: bool = False
-    eps: float = 1e-6
-    batch_invariant: bool = False
-    products: str | None = None
-
-    def __post_init__(self) -> None:
-        _checks.fitting(self)
-
-    @property
-    def _formats(self) -> tuple[str, str]:
-        """The layouts in which the model keeps latents and entries."""
-        return ("v4_fp8", "v4_fp8") if self.norm_heads else ("v41_fp8", "v41_fp4")
-
-    @property
-    def _plain(self) -> int:
-        """How many dimensions of them, the last, are not codes."""
-        return self.rope.dims if self.norm_heads else 0
-
-    def _rounded(self, latents: jax.Array, of_window: bool = False) -> jax.Array:
-        """Entries or the window's latents as `fake_quantize` has them."""
-        layout = self._formats[0 if of_window else 1]
-        return rounded(latents, layout, self._plain) if self.fake_quantize else latents
-
-    def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
-        """Random parameters: matrices in dtype; norms, sinks and `ape` in float32, as `from_state_dict` has them."""
-        dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
-        keys = iter(jax.random.split(key, 7))
-
-        def normal(fan_in: int, *shape: int) -> jax.Array:
-            return jax.random.normal(next(keys), shape, jnp.float32) * fan_in**-0.5
-
-        m, h, d, g = self.hidden, self.heads, self.d, self.o_groups
-        params: dict[str, Any] = {
-            "wq_a": normal(m, m, self.q_rank),
-            "q_norm": jnp.ones(self.q_rank, jnp.float32),
-            "wq_b": normal(self.q_rank, self.q_rank, h, d),
-            "wkv": normal(m, m, d),
-            "kv_norm": jnp.ones(d, jnp.float32),
-            "sink": jnp.zeros(h, jnp.float32),
-            "wo_a": normal(h // g * d, g, h // g, d, self.o_rank),
-            "wo_b": normal(g * self.o_rank, g, self.o_rank, m),
-        }
-        if self.compressor is not None:
-            params["compressor"] = self.compressor.init(next(keys))
-        if self.indexer is not None:
-            params["indexer"] = self.indexer.init(next(keys))
-        return _operands.with_matrices_in(params, dtype)
-
     def joined(self, params: Any) -> dict[str, Any]:
-        """These parameters for generation: the matrices that multiply x side by side in one, under "wx".
+        """These parameters, as `init` makes them, for generation: the matrices that multiply x side by side in one.
 
         A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded:
         `step` and `__call__` take both forms. `__call__` copies the matrices out of the joined one.
-
-        Args:
-          params: as `init` or `from_state_dict` make them.
-
-        Returns:
-          A new dict; parameters that are not joined are the same arrays.
 
         Raises:
           ValueError, TypeError: params differ from what `init` makes.
         """
         _operands.parameters(self, params)
-        return _joined.joined(self, params)
-
-    def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
-
-        All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
-        heads.
-        """
-        specs = jax.tree.map(lambda _: PartitionSpec(), _operands.shapes(self))
-        split = {name: PartitionSpec(heads) for name in ("sink", "wo_a", "wo_b")}
-        return {**specs, **split, "wq_b": PartitionSpec(None, heads)}
+        return _params.joined(self, params)
 
     def cache(
         self,
@@ -183,8 +100,8 @@ class DSV4Attention:
         """An empty cache for b sequences of up to `max_length` tokens.
 
         Args:
-          b, max_length: ints >= 1. A sequence must not become longer than `max_length`; nothing checks this, since
-            lengths are known only when a step runs.
+          b, max_length: ints >= 1. A sequence must not become longer than `max_length`. Calls check a length that is
+            known while they are traced, an int or an array of NumPy's; others are known only when a program runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers; or float4_e2m1fn, for latents in that layout and entries in
             "v4_fp4" or "v41_fp4".
@@ -207,6 +124,7 @@ class DSV4Attention:
         """
         return _caches.empty(self, b, max_length, dtype, keys, steps, block_table, page_tokens, pages)
 
+    @without_single_axes
     def __call__(
         self,
         params: Any,
@@ -220,6 +138,8 @@ class DSV4Attention:
         indices: jax.Array | None = None,
         zigzag: int | None = None,
         implementation: _check.Implementation | None = None,
+        deterministic: bool = False,
+        batch_invariant: bool = False,
     ) -> Output:
         """Whole sequences, or a chunk of a prompt after cached tokens.
 
@@ -238,74 +158,38 @@ class DSV4Attention:
             token.
           indices: int32 `[b, s, n]`, of a layer that sees chosen entries: the choice, in place of its own or of an
             earlier layer's, such as `Output.indices` of another call or layer. An entry that is not past is absent, and
-            so is -1. The indexer chooses nothing then; `Output.choice` has its queries and these entries.
+            so is -1. The indexer chooses nothing then, and `indexer_loss` is of these entries.
           zigzag: without a cache: an int, if the tokens of x are in `layers.zigzag` order over so many devices, which
             then have equal work and send each other as little as without it. All that has a token's row is in that
             order: segment_ids, indices, and results. Entries are in their own. Each of the `2 zigzag` chunks must have
             whole blocks, and at least `window - 1` tokens.
-          implementation: as in `dsv4_attention`.
+          implementation, deterministic, batch_invariant: arguments of `dsv4_attention`, to which they go. The layer has
+            other gradients and products, which are XLA's (docs/semantics.md).
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
         b, s = _checks.operands(self, params, x, cache, shared, indices)
         order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
-        if zigzag is not None and cache is not None:
-            raise _check.error(ValueError, _OP, "zigzag", zigzag, "None with a cache")
-        params = _joined.separate(self, params)
-        if indices is not None:
-            x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
-        if segment_ids is not None:
-            segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
-            if cache is not None:
-                raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
-            x, segment_ids = explicit_axes.with_one_batch(_OP, x=x, segment_ids=segment_ids)
-            segment_ids = whole_sequences(segment_ids)
+        _checks.prompt_or_chunk(cache, start, lengths, segment_ids, zigzag)
+        options = {"implementation": implementation, "deterministic": deterministic, "batch_invariant": batch_invariant}
+        params = _params.separate(self, params)
+        x, indices = _checks.beside(x, "indices", indices)
         if cache is None:
-            if lengths is not None or not (isinstance(start, int) and start == 0):
-                raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
-            return self._whole(params, x, segment_ids, shared or Shared(), indices, order, implementation)
+            x, ids = _checks.beside(x, "segment_ids", segment_ids)
+            return self._forward(x, Prompt.of(self, params, options, s, order, ids), shared, indices)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
+            _checks.fits_cache(self, cache, "start", start if isinstance(start, jax.Array) else start + s)
             lengths = first + s
+        _checks.fits_cache(self, cache, "lengths", lengths)
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
-        x, first, lengths, _ = explicit_axes.with_one_batch(
-            _OP, x=x, start=first, lengths=lengths, cache=cache.window.rows
-        )
-        positions = counted(first, 0, s)
-        c, q, kv = self._projected(params, x, positions)
-        kv = whole_sequences(kv)
-        kv = kv if cache.window.is_packed else self._rounded(kv, of_window=True)
-        earlier = cache.window.take(counted(first, 1 - self.window, 0))
-        cache = cache._replace(window=cache.window.append(kv, kept_at(first, lengths, s)))
-        kv = cache.window.as_held(kv)
-        given = shared or Shared()
-        cache, shared = self._compressed(params, x, first, cache, given, lengths)
-        if self.indexer is not None:
-            weights = product(x, params["indexer"]["weights_proj"])
-            past = {"ratio": self.ratio, "q_offset": first}
-            query = self._index_query(params, c, weights, positions, shared.keys)
-            shared, _ = self._choose(query, shared, past, indices, unpacks=True)
-        entries = shared.compressed if self.ratio else None
-        if entries is not None and self.products is None:
-            entries = entries.take()
-        with jax.named_scope("attention"):
-            o, _ = dsv4_attention(
-                q,
-                jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
-                entries,
-                batch_invariant=self.batch_invariant,
-                products=self.products,
-                sink=params["sink"],
-                window=self.window,
-                q_offset=first,
-                kv_offset=first - (self.window - 1),
-                implementation=implementation,
-                **self._turn(positions),
-                **self._seen(shared, indices),
-            )
-        return Output(self._projected_back(params, o), cache, _made(shared, given), None)
+        of_batch = {"x": x, "start": first, "lengths": lengths, "cache": cache.window.rows}
+        x, first, lengths, _ = explicit_axes.with_one_batch(_OP, **of_batch)
+        part = Chunk(self, params, options, counted(first, 0, s), cache, first, lengths)
+        return self._forward(x, part, shared, indices)
 
+    @without_single_axes
     def step(
         self,
         params: Any,
@@ -318,14 +202,14 @@ class DSV4Attention:
         is_causal: bool = True,
         indices: jax.Array | None = None,
         implementation: _check.Implementation | None = None,
+        batch_invariant: bool = False,
     ) -> Output:
         """A step of generation for the last tokens of every sequence, by `dsv4_decode`.
 
         Only implementation="reference" has a gradient.
 
         Args:
-          params: as in `__call__`.
-          shared, indices, implementation: as in `__call__`.
+          params, shared, indices: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
           cache: the cache of all earlier tokens; donate it.
           lengths: an int, or int32 `[b]`: tokens of each sequence, including the new ones. 0 marks an idle place in the
@@ -335,6 +219,9 @@ class DSV4Attention:
             `lengths - s`.
           is_causal: whether a token sees no token after it. If not, all new tokens see each other and the `window`
             tokens before them, as DSpark's drafts do (see `dsv4_decode`); the cache must be for `s + 1` steps.
+          implementation: as in `dsv4_attention`; "reference" makes products and insertions in `jnp`, too.
+          batch_invariant: as in `dsv4_decode`. A sequence's y then has the same bits in any batch of up to 128 tokens,
+            with parameters in x's dtype.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
@@ -355,250 +242,59 @@ class DSV4Attention:
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = _checks.operands(self, params, x, cache, shared, indices)
-        if indices is not None:
-            x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
-        lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
-        for state in (cache.tokens, cache.key_tokens):
-            if isinstance(state, RunningSums) and s > state.capacity:
-                raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
-        starts = (
-            {} if start is None else {"start": jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))}
-        )
-        x, lengths, _, *begin = explicit_axes.with_one_batch(
-            _OP, x=x, lengths=lengths, cache=cache.window.rows, **starts
-        )
-        first = begin[0] if begin else lengths - s
-        positions = counted(first, 0, s)
-        kernel = implementation != "reference"
-        table = self.rope.table(positions)
-        rows, c = _step.products(self, params, x, cache, kernel)
-        q = _few_rows.query_heads(c, params["wq_b"], table, self.eps if self.norm_heads else None, kernel)
+        options = {"implementation": implementation, "batch_invariant": batch_invariant}
+        x, indices = _checks.beside(x, "indices", indices)
+        _checks.steps(cache, x)
+        _checks.fits_cache(self, cache, "lengths", lengths)
+        known = {"lengths": lengths} if start is None else {"lengths": lengths, "start": start}
+        rows = {name: jnp.broadcast_to(_check.offset(_OP, name, n, {"b": b}), (b,)) for name, n in known.items()}
+        x, lengths, *first, _ = explicit_axes.with_one_batch(_OP, x=x, **rows, cache=cache.window.rows)
+        part = Step.of(self, params, options, s, cache, lengths, *first, is_causal=is_causal)
+        return self._forward(x, part, shared, indices)
+
+    def _forward(self, x: jax.Array, part: Prompt | Chunk | Step, shared: Shared | None, indices: Any) -> Output:
         given = shared or Shared()
-        start = first if begin else None
-        cache, shared = _step.inserted(self, params, x, rows, cache, given, start, lengths, kernel)
-        if self.indexer is not None:
-            past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
-            if begin:  # padding has nothing to choose from
-                past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
-            query = _step.index_query(self, params, c, rows, positions, table, shared.keys, kernel)
-            shared, _ = self._choose(query, shared, past, indices)
-        with jax.named_scope("attention"):
-            o, _ = dsv4_decode(
-                q,
-                cache.window,
-                shared.compressed if self.ratio else None,
-                batch_invariant=self.batch_invariant,
-                lengths=lengths,
-                sink=params["sink"],
-                window=self.window,
-                q_offset=start,
-                is_causal=is_causal,
-                implementation=implementation,
-                **self._seen(shared, indices),
-            )
-        return Output(self._projected_back(params, o, table, kernel), cache, _made(shared, given), None)
+        made = part.products(x)
+        q = part.queries(made)
+        cache, keys, now = part.kept(x, made, given)
+        query = None
+        if self.indexer is not None and part.has_entries(now):
+            query = part.index_query(x, made, now.keys)
+            now = part.chosen(query, now, indices)
+        o, lse = part.attention(q, keys, now, indices)
+        return Output(part.projected_back(o), cache, now.without(given), part.indexed(query, q, lse))
 
-    def _whole(
+    def indexer_loss(
         self,
         params: Any,
-        x: jax.Array,
-        ids: jax.Array | None,
-        given: Shared,
-        indices: jax.Array | None,
-        order: Order,
-        implementation: _check.Implementation | None,
-    ) -> Output:
-        """Sequences from their first token on, or documents that ids tell apart, without a cache."""
-        ids = None if ids is None else order.undone(ids)
-        positions = order.numbers(x.shape[1]) if ids is None else order.of(_everywhere(positions_of(ids)))
-        c, q, kv = self._projected(params, x, positions)
-        kv, chosen, shared = self._rounded(kv, of_window=True), None, given
-        if self.compressor is not None:
-            packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
-            in_codes = self.fake_quantize and packed is None and not self._plain  # devices send each other codes
-            made_in = order if in_codes else NATURAL
-            first = made_in.numbers(x.shape[1] // self.ratio) * self.ratio if packed is None else packed.first
-            pool: dict[str, Any] = {"packed": packed, "whole": not in_codes, "zigzag": order.devices}
-            latents = self.compressor(params["compressor"], x, **pool)
-            turned = rope(latents, first, self.rope)
-            made = rounded_sequences(turned, self._formats[1]) if in_codes else self._rounded(turned)
-            shared = shared._replace(compressed=made_in.undone(made))
-            if self.indexer is not None and self.indexer.owns_keys:
-                second = self.indexer.compressor
-                of_keys = latents if second is None else second(params["indexer"]["compressor"], x, **pool)
-                keys = self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope)
-                shared = shared._replace(keys=made_in.undone(self.indexer.rounded(keys, whole=in_codes)))
-        entries = shared.compressed if self.ratio else None
-        there = entries is not None and entries.shape[1] > 0
-        own, near = None, None
-        if ids is not None:
-            near = jax.tree.map(order.of, _everywhere(Span.segments(ids)))
-            own = jax.tree.map(order.of, _everywhere(Span.compressed_segments(ids, self.ratio))) if there else None
-        elif there and not order.is_natural:
-            own = Span(jnp.zeros_like(positions), (positions + 1) // self.ratio)
-        near = order.seen(x.shape[1], self.window, near)
-        if self.indexer is not None and there:
-            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": ids is not None}
-            weights = product(x, params["indexer"]["weights_proj"])
-            query = self._index_query(params, c, weights, positions, shared.keys)
-            shared, chosen = self._choose(query, shared, past, indices, order=order)
-        turn = self._turn(positions)
-
-        def attend(kv: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
-            seen = self._seen(shared, chosen, own) if there else {}
-            if near is not None:
-                seen["span"] = near
-            # if not in their own order, `near` alone says which keys are seen
-            first = 0 if order.is_natural else kv.shape[1]
-            return dsv4_attention(
-                q,
-                kv,
-                entries if there else None,
-                batch_invariant=self.batch_invariant,
-                products=self.products,
-                sink=params["sink"],
-                window=self.window if order.is_natural else first + q.shape[1],
-                q_offset=first,
-                implementation=implementation,
-                o_groups=self.o_groups,
-                **(turn | {"rope_table": table}),
-                **seen,
-            )
-
-        with jax.named_scope("attention"):
-            rows = {"q": q, "chosen": shared.indices if indices is None else indices, "near": near, "own": own}
-            keys = order.keys(kv, self.window)
-            o, lse = order.over_queries(attend, keys, table=turn["rope_table"], **rows)
-        # where a kernel turns q inside of attention, this is a pass of its own, unless nobody asks for it
-        index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
-        return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
-
-    def _compressed(
-        self, params: Any, x: jax.Array, first: jax.Array, cache: LayerCache, shared: Shared, lengths: jax.Array
-    ) -> tuple[LayerCache, Shared]:
-        """The cache with the entries and keys that new tokens complete, and the entries that the queries see."""
-        if self.compressor is not None:
-            assert cache.compressed is not None
-            latents, entry, tokens = self.compressor.extend(params["compressor"], x, cache.tokens, first, lengths)
-            at = jnp.maximum(entry, 0) * self.ratio
-            turned = rope(latents, at, self.rope)
-            entries = cache.compressed.append(turned if cache.compressed.is_packed else self._rounded(turned), entry)
-            cache = cache._replace(compressed=entries, tokens=tokens)
-            shared = shared._replace(compressed=entries)
-            if self.indexer is not None and self.indexer.owns_keys:
-                own = self.indexer.compressor
-                if own is not None:
-                    latents, _, tokens = own.extend(
-                        params["indexer"]["compressor"], x, cache.key_tokens, first, lengths
-                    )
-                    cache = cache._replace(key_tokens=tokens)
-                assert cache.keys is not None
-                turned = self.indexer.turned_keys(params["indexer"], latents, at, self.rope)
-                keys = cache.keys.append(turned if cache.keys.is_packed else self.indexer.rounded(turned), entry)
-                cache = cache._replace(keys=keys)
-                shared = shared._replace(keys=keys)
-        return cache, shared
-
-    @jax.named_scope("indexer")
-    def _index_query(
-        self,
-        params: Any,
-        c: jax.Array,
-        weights: jax.Array,
-        positions: jax.Array,
-        keys: Any,
-        kernel: bool = False,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The indexer's queries and weights, for such keys; c: the low-rank query; kernel: as in `_few_rows`."""
-        assert self.indexer is not None
-        weights, made_of = self.indexer.scaled(weights), (params["indexer"], c, positions, self.rope, kernel)
-        if in_8_bits(keys):
-            q, scales = self.indexer.turned_and_quantized(*made_of)
-            return q, weights * scales
-        return self.indexer.rounded(self.indexer.turned(*made_of)), weights
-
-    @jax.named_scope("indexer")
-    def _choose(
-        self,
-        query: tuple[jax.Array, jax.Array],
-        shared: Shared,
-        past: Mapping[str, Any],
-        given: jax.Array | None = None,
-        unpacks: bool = False,
-        order: Order = NATURAL,
-    ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
-        """The entries that each query sees among the past ones, and the indexer's queries and weights, which are given;
-        given: these entries, chosen elsewhere; unpacks: keys in 4 bits, once for all queries, of which there are many.
-        """
-        assert self.indexer is not None
-        keys, (q, weights) = shared.keys, query
-        if unpacks and isinstance(keys, Cache) and keys.is_packed and not in_8_bits(keys):
-            keys = keys.take().astype(q.dtype)
-        if self.indexer.in_two_levels:
-            past = {**past, "block": self.indexer.block}
-
-        def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
-            def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
-                return op(q, keys, weights, **{**past, "span": span, **more, **sizes})
-
-            return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
-
-        blocks = shared.blocks if self.indexer.within_candidates else None
-        if count := self.indexer.candidate_blocks:
-            shared = shared._replace(blocks=best(indexer_blocks, {}, count=count))
-            if blocks is None and count > self.indexer.topk:
-                blocks = shared.blocks  # which have all of the greatest entries
-        if given is None:
-            n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-            given = best(lightning_indexer, {"blocks": blocks}, topk=min(self.indexer.topk, n))
-            assert isinstance(given, jax.Array)  # because no scores are asked for
-        return shared._replace(indices=given), (q, weights)
-
-    def _seen(self, shared: Shared, given: jax.Array | None, own: Span | None = None) -> dict[str, Any]:
-        """The operands that tell an op which entries are seen; own: the entries of a token's document."""
-        if not self.ratio:
-            return {}
-        past = {"ratio": self.ratio} if own is None else {"compressed_span": own}
-        return past | ({"indices": shared.indices if given is None else given} if self.sparse else {})
-
-    def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` before norm and RoPE, and latents `[b, s, d]`."""
-        c, kv = _joined.two_products(x, *(params[name].astype(x.dtype) for name in ("wq_a", "wkv")))
-        c = rms_norm(c, params["q_norm"], self.eps)
-        q = self._queries(params, c)
-        kv = rms_norm(kv, params["kv_norm"], self.eps)
-        return c, q, rope(kv, positions, self.rope)
-
-    def _queries(self, params: Any, c: jax.Array) -> jax.Array:
-        """q `[b, s, h, d]` of the low-rank query, before its norm and RoPE."""
-        return jnp.einsum("bsr,rhd->bshd", c, params["wq_b"].astype(c.dtype))
-
-    def _turn(self, positions: jax.Array) -> dict[str, Any]:
-        """The operands by which attention norms and turns q, and turns o back."""
-        return {"rope_table": self.rope.table(positions), "norm_eps": self.eps if self.norm_heads else None}
-
-    def _turned(self, q: jax.Array, positions: jax.Array) -> jax.Array:
-        """q as attention sees it."""
-        return rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
-
-    def _projected_back(
-        self, params: Any, o: jax.Array, table: jax.Array | None = None, kernel: bool = False
+        out: Output,
+        shared: Shared | None = None,
+        *,
+        implementation: _check.Implementation | None = None,
     ) -> jax.Array:
-        """y of o `[b, s, h, d]`, which is first turned back by a table, if any; kernel: as in `_few_rows`."""
-        w = params["wo_a"].reshape(self.o_groups, self.heads // self.o_groups * self.d, -1)
-        low_rank = _few_rows.grouped_product(o, w, table, kernel)
-        return _few_rows.summed_product(low_rank, params["wo_b"], kernel)
+        """`jax_dsv4_fmha.indexer_loss` of the entries that a prompt's tokens saw, chosen by the indexer or given.
 
+        Args:
+          params: those of the call.
+          out: the result of `__call__` without a cache.
+          shared: what the call was given; only V4.1 needs it.
+          implementation: as in `jax_dsv4_fmha.indexer_loss`.
 
-def _everywhere(of_documents: Any) -> Any:
-    """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
-    return jax.tree.map(whole_sequences, of_documents)
+        Returns:
+          float32 `[b, s]`; 0 where there were no entries to choose from.
 
-
-def _made(shared: Shared, given: Shared) -> Shared:
-    """What a layer that was given `given` made of `shared`, without caches, which its own cache holds."""
-    made = (None if x is old or isinstance(x, Cache) else x for x, old in zip(shared, given, strict=True))
-    return Shared(*made)
+        Raises:
+          ValueError, TypeError: a layer without an indexer, or a result that is not a prompt's.
+        """
+        _checks.trained(self, out)
+        if out.indexed is None:
+            return jnp.zeros_like(out.y[..., 0], jnp.float32)
+        now = (shared or Shared()).after(out)
+        q, weights, of_heads, table, lse = out.indexed
+        # a pass of its own, which a kernel of attention does inside
+        of_heads = normed_then_rotated(of_heads, table, self.eps) if self.norm_heads else rotated(of_heads, table, 1)
+        seen: dict[str, Any] = {"indices": now.indices, "sink": params["sink"], "implementation": implementation}
+        return indexer_loss(q, now.keys, weights, of_heads, now.compressed, lse, **seen)
 
 
 _OP = "DSV4Attention"

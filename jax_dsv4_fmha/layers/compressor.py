@@ -23,6 +23,8 @@ from .._definitions import explicit_axes
 from .._dispatch.sequences import previous, whole_sequences
 from . import _operands, documents
 from ._norm import rms_norm
+from ._products import product
+from ._rounding import Rounding
 from .documents import PackedBlocks
 from .insert import Entries
 from .pooling import (
@@ -80,6 +82,8 @@ class Compressor:
     def __post_init__(self) -> None:
         for name in ("hidden", "d", "ratio"):
             _check.positive(_OP, name, getattr(self, name))
+        for name in ("overlap", "has_ape"):
+            _check.flags(_OP, **{name: getattr(self, name)})
         if self.overlap and self.ratio == 1:
             raise _check.error(ValueError, _OP, "overlap", self.overlap, "False with ratio 1")
         _check.epsilon(_OP, self.eps)
@@ -96,7 +100,7 @@ class Compressor:
 
     @property
     def channels(self) -> int:
-        """How many columns kv has; scores have the same number."""
+        """The columns of kv; scores have as many."""
         return self.blocks * self.d
 
     @property
@@ -148,6 +152,8 @@ class Compressor:
             latents = self._normed(params, tokens, x.dtype)
         else:
             n = s // self.ratio
+            if isinstance(n, int) and n == 0:  # on Explicit axes JAX reshapes no empty array
+                return tokens[:, :0, : self.d].astype(x.dtype)
             own = self._sums(tokens[:, : n * self.ratio], params.get("ape"))
             has_before = order.numbers(n) > 0
             latents = self._latents(params, own, self._before(own, order), has_before, x.dtype)
@@ -186,10 +192,6 @@ class Compressor:
             return RunningSums.zeros(b, steps, self.d)
         return Cache.zeros(b, self.reach + steps - 1, self.width, jnp.float32)
 
-    def entries(self, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
-        """What makes entries of a cache of the rows `x @ params["w"]`."""
-        return Entries(params["norm"], rotation, self.eps, self.ratio, params.get("ape"), is_transformed)
-
     @jax.named_scope("compressor")
     def extend(
         self, params: Any, x: jax.Array, state: Cache | RunningSums | None, start: jax.Array, lengths: jax.Array
@@ -212,7 +214,7 @@ class Compressor:
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         start = _check.operand(_OP, "start", start, "b", dims, _check.INT)
         lengths = _check.operand(_OP, "lengths", lengths, "b", dims, _check.INT)
-        self.check_state(_OP, "state", state, dims["b"])
+        check_state(self, _OP, "state", state, dims["b"])
         x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
         new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
@@ -233,25 +235,6 @@ class Compressor:
         # the first block starts somewhere in the first r rows; earlier rows come before it
         aligned = rows_from(both, r - start % r, (n + self.blocks - 1) * r)
         return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
-
-    def check_state(self, op: str, name: str, state: Any, b: Any) -> None:
-        """Raises unless it is a state of b sequences, as `state` makes one."""
-        if (state is None) != (self.ratio == 1) or not isinstance(state, Cache | RunningSums | None):
-            wanted = "None with ratio 1" if self.ratio == 1 else "what `Compressor.state` makes"
-            raise _check.error(TypeError, op, name, state, wanted)
-        if isinstance(state, RunningSums):
-            axes = {"tokens": "b steps width", "sums": "b three d", "folded": "b one"}
-            dims = {"b": b, "width": self.width, "d": self.d, "three": 3, "one": 1}
-            for part, of_part in axes.items():
-                dtypes = _check.INT if part == "folded" else _check.FP32
-                _check.operand(op, f"{name}.{part}", getattr(state, part), of_part, dims, dtypes)
-            if self.overlap or state.capacity > self.ratio:
-                raise _check.error(ValueError, op, name, "running sums", f"a ring of {self.reach} tokens at least")
-        elif state is not None:
-            state.check(op, name, {"b": b, "d": self.width}, _check.FP32)
-            if state.capacity < self.reach:
-                got = f"room for {state.capacity} tokens"
-                raise _check.error(ValueError, op, name, got, f"{self.reach} at least")
 
     def _normed(self, params: Any, pooled: jax.Array, dtype: Any) -> jax.Array:
         return rms_norm(pooled.astype(dtype), params["norm"], self.eps)
@@ -280,11 +263,12 @@ class Compressor:
         place = jnp.arange(self.ratio, dtype=jnp.int32)[None, None]
         ends_here = self._sums(tokens, there=place <= end[..., None])
         ends_next = self._sums(tokens, there=place > next_end[..., None])
-        own = merged([ends_here, _previous(ends_next, order)])
+        began_before = _there(_previous(ends_next, order), order.numbers(runs) > 0)
+        own = merged([ends_here, began_before])
         return self._latents(params, own, self._before(own, order), has_before > 0, dtype)
 
     def _sums(self, tokens: jax.Array, ape: jax.Array | None = None, there: jax.Array | None = None) -> list[jax.Array]:
-        """What `merged` takes of the blocks of tokens `[b, n ratio, width]`, each `[b, n, channels]`.
+        """Returns the operands of `merged`, each `[b, n, channels]`, for the blocks of tokens `[b, n ratio, width]`.
 
         ape: where the tokens lack it; there: bool `[b, n, ratio]`, the tokens that count.
         """
@@ -310,44 +294,46 @@ class Compressor:
         """
         parts = [own]
         if before is not None:
-            sums = [x[..., : self.d] for x in before]
-            there = explicit_axes.like(jnp.broadcast_to(has_before, sums[0].shape[:2]), sums[0])[..., None]
-            before = [jnp.where(there, x, nothing) for x, nothing in zip(sums, (-jnp.inf, 0, 0), strict=True)]
-            parts = [before, [x[..., self.d :] for x in own]]
+            parts = [_there([x[..., : self.d] for x in before], has_before), [x[..., self.d :] for x in own]]
         return self._normed(params, joined(parts), dtype)
 
 
+def entries_of(
+    compressor: Compressor, params: Any, rotation: Rope, rounding: Rounding, is_transformed: bool = False
+) -> Entries:
+    """Describes the entries of a cache that the rows `x @ params["w"]` make."""
+    of_block = compressor.ratio, params.get("ape"), is_transformed
+    return Entries(params["norm"], rotation, compressor.eps, *of_block, rounding)
+
+
+def check_state(compressor: Compressor, op: str, name: str, state: Any, b: Any) -> None:
+    """Raises unless it is a state of b sequences, as `state` makes one."""
+    if (state is None) != (compressor.ratio == 1) or not isinstance(state, Cache | RunningSums | None):
+        wanted = "None with ratio 1" if compressor.ratio == 1 else "what `Compressor.state` makes"
+        raise _check.error(TypeError, op, name, state, wanted)
+    if isinstance(state, RunningSums):
+        axes = {"tokens": "b steps width", "sums": "b three d", "folded": "b one"}
+        dims = {"b": b, "width": compressor.width, "d": compressor.d, "three": 3, "one": 1}
+        for part, of_part in axes.items():
+            dtypes = _check.INT if part == "folded" else _check.FP32
+            _check.operand(op, f"{name}.{part}", getattr(state, part), of_part, dims, dtypes)
+        if compressor.overlap or state.capacity > compressor.ratio:
+            raise _check.error(ValueError, op, name, "running sums", f"a ring of {compressor.reach} tokens at least")
+    elif state is not None:
+        state.check(op, name, {"b": b, "d": compressor.width}, _check.FP32)
+        if state.capacity < compressor.reach:
+            got = f"room for {state.capacity} tokens"
+            raise _check.error(ValueError, op, name, got, f"{compressor.reach} at least")
+
+
 _OP = "Compressor"
-_LONG = 16  # tokens of a block of which sums are kept
-
-
-@jax.custom_vjp
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w in float32, w in x's dtype. The cotangent is rounded to x's dtype, as for other products.
-
-    It is a product of its own, because XLA merges products of one x, and then copies their weights side by side in
-    every call.
-    """
-    x, w = jax.lax.optimization_barrier((x, w.astype(x.dtype)))
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
-
-
-def _product_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    return product(x, w), (x, w)
-
-
-def _product_backward(operands: Any, dy: jax.Array) -> Any:
-    _, vjp = jax.vjp(lambda x, w: jnp.matmul(x, w.astype(x.dtype)), *operands)
-    return vjp(dy.astype(operands[0].dtype))
-
-
-product.defvjp(_product_forward, _product_backward)
+_LONG = 16  # tokens of a block that has running sums, at least
 
 
 def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
     """int32 `[b, s]`: the positions of new tokens from `first[n]` on, -1 for padding; whole on every device.
 
-    It is computed apart from the positions of the queries, of which XLA shards what it shards of x.
+    It is computed apart from the positions of the queries, which XLA shards as it shards x.
     """
     positions = counted(first, 0, s)
     return whole_sequences(jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1))
@@ -357,3 +343,9 @@ def _previous(sums: list[jax.Array], order: Order) -> list[jax.Array]:
     """The sums of the block before each block."""
     most, *others = previous(*sums) if order.is_natural else order.previous(*sums)
     return [jax.lax.stop_gradient(most), *others]
+
+
+def _there(sums: list[jax.Array], there: jax.Array) -> list[jax.Array]:
+    """The sums `[b, n, d]` of blocks where there are such, bool `[b or 1, n]`, and elsewhere those of no tokens."""
+    there = explicit_axes.like(jnp.broadcast_to(there, sums[0].shape[:2]), sums[0])[..., None]
+    return [jnp.where(there, x, nothing) for x, nothing in zip(sums, (-jnp.inf, 0, 0), strict=True)]

@@ -1,4 +1,4 @@
-"""Where the blocks of packed documents are, which begin with each document's first token."""
+"""Blocks of packed documents, which begin with each document's first token."""
 
 import functools
 from typing import Any, NamedTuple

@@ -32,5 +32,5 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 
 def is_power(n: int) -> bool:
-    """Whether it is a power of two."""
+    """Returns whether n is a power of two."""
     return n > 0 and not n & (n - 1)

@@ -9,21 +9,30 @@ the values of a row become similar in size, which suits the 8 bits in which they
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _check
-from .._definitions.packed import LAYOUTS, quantize_rows, rounded
-from .._dispatch.sequences import rounded_sequences
+from .. import Cache, _check, indexer_blocks, lightning_indexer
+from .._definitions.packed import LAYOUTS, quantize_rows
+from .._definitions.span import Span
 from . import _operands
 from ._few_rows import plain_product
 from ._norm import rms_norm
-from .compressor import Compressor, product
+from ._products import product
+from ._rounding import Rounding, rounded
+from .compressor import Compressor
 from .hadamard import is_power
-from .rope import Rope, index_query, rope, rope_hadamard
+from .outputs import Shared
+from .rope import Rope, rope, rope_hadamard
+from .rope import index_query as rotated_and_quantized
+from .zigzag import NATURAL, Order
+
+IndexQuery = tuple[jax.Array, jax.Array]
+"""queries `[b, s, heads, d]`, as the keys want them, and weights float32 `[b, s, heads]`"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Indexer:
             _check.positive(_OP, name, getattr(self, name))
         for name in ("latent", "candidate_blocks"):
             _check.integer(_OP, name, getattr(self, name), 0)
+        for name in ("within_candidates", "fake_quantize"):
+            _check.flags(_OP, **{name: getattr(self, name)})
         own = self.compressor
         if not isinstance(own, Compressor | None):
             raise _check.error(TypeError, _OP, "compressor", own, "a Compressor or None")
@@ -91,17 +102,24 @@ class Indexer:
             raise _check.error(ValueError, _OP, "compressor", got, f"hidden={self.hidden}, d={self.d} with latent=0")
         if own is not None and not is_power(self.d):
             raise _check.error(ValueError, _OP, "d", self.d, "a power of two with a compressor, for `hadamard`")
-        if self.fake_quantize and self.d % (group := LAYOUTS[_KEPT].group):
+        if self.fake_quantize and self.d % (group := LAYOUTS[KEPT].group):
             raise _check.error(ValueError, _OP, "d", self.d, f"a multiple of {group} with fake_quantize")
         _check.epsilon(_OP, self.eps)
 
     @property
     def owns_keys(self) -> bool:
+        """True if it makes keys; otherwise the layer takes another layer's."""
         return self.compressor is not None or self.latent > 0
 
     @property
     def in_two_levels(self) -> bool:
+        """True if it chooses blocks of entries, or entries within blocks that were chosen."""
         return self.candidate_blocks > 0 or self.within_candidates
+
+    @property
+    def transforms(self) -> bool:
+        """True if queries and keys are multiplied by the Hadamard matrix, as V4's are."""
+        return self.compressor is not None
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Random parameters, in float32."""
@@ -132,50 +150,8 @@ class Indexer:
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
         low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
-        q = self.rounded(self.turned(params, low_rank, positions, rotation))
-        return q, self.scaled(product(x, params["weights_proj"]))
-
-    @property
-    def rounded_as(self) -> tuple[str, int] | None:
-        """How `fake_quantize` rounds queries and keys; None if it does not."""
-        return (_KEPT, 0) if self.fake_quantize else None
-
-    def rounded(self, x: jax.Array, whole: bool = False) -> jax.Array:
-        """Queries or keys `[…, d]`, rounded where `fake_quantize` says so; whole: keys, all of them on every device."""
-        if whole:
-            return rounded_sequences(x, _KEPT)
-        return x if self.rounded_as is None else rounded(x, *self.rounded_as)
-
-    def turned(
-        self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
-    ) -> jax.Array:
-        """q of `queries`, not rounded; kernel: as in `_few_rows`."""
-        return self._turned(self._projected(params, low_rank, kernel), positions, rotation)
-
-    def turned_and_quantized(
-        self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """q of `queries` in float8_e4m3fn, as `quantize_indexer` does it, and scales float32 `[b, s, heads]`."""
-        q = self._projected(params, low_rank, kernel)
-        if self.transforms:
-            return index_query(q, rotation.table(positions))
-        return quantize_rows(rope(q, positions, rotation))
-
-    def _projected(self, params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
-        low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
-        w = params["wq_b"]
-        if kernel:
-            q = plain_product(low_rank, w.reshape(w.shape[0], -1), low_rank.dtype, kernel)
-            return q.reshape(*q.shape[:2], *w.shape[1:])
-        return jnp.einsum("bsr,rhd->bshd", low_rank, w.astype(low_rank.dtype))
-
-    def scaled(self, weights: jax.Array) -> jax.Array:
-        """The weights of `queries`, from x times `weights_proj`."""
-        return weights * self.weight_scale
-
-    @property
-    def weight_scale(self) -> float:
-        return float(self.d**-0.5 * self.heads**-0.5)
+        q = rounded(rotated_queries(self, params, low_rank, positions, rotation), rounding(self))
+        return q, product(x, params["weights_proj"]) * weight_scale(self)
 
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
         """k `[b, n, d]`, in the dtype of latents.
@@ -188,23 +164,123 @@ class Indexer:
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
-        return self.rounded(self.turned_keys(params, latents, positions, rotation))
+        return rounded(rotated_keys(self, params, latents, positions, rotation), rounding(self))
 
-    @jax.named_scope("indexer")
-    def turned_keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
-        """k of `keys`, not rounded."""
-        if self.latent:
-            latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
-        return self._turned(latents, positions, rotation)
 
-    @property
-    def transforms(self) -> bool:
-        """Whether queries and keys are multiplied by the Hadamard matrix, as V4's are."""
-        return self.compressor is not None
+def rounding(indexer: Indexer) -> Rounding:
+    """The rounding of queries and keys by `fake_quantize`."""
+    return (KEPT, 0) if indexer.fake_quantize else None
 
-    def _turned(self, x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
-        return (rope_hadamard if self.transforms else rope)(x, positions, rotation)
+
+def weight_scale(indexer: Indexer) -> float:
+    """The factor of x times `weights_proj` in the weights of heads."""
+    return float(indexer.d**-0.5 * indexer.heads**-0.5)
+
+
+def rotated_queries(
+    indexer: Indexer, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
+) -> jax.Array:
+    """q of `Indexer.queries`, not rounded; kernel: as in `_few_rows`."""
+    return _rotated(indexer, _projected(params, low_rank, kernel), positions, rotation)
+
+
+def quantized_queries(
+    indexer: Indexer, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """q of `Indexer.queries` in float8_e4m3fn, as `quantize_indexer` makes it, and scales float32 `[b, s, heads]`."""
+    q = _projected(params, low_rank, kernel)
+    if indexer.transforms:
+        return rotated_and_quantized(q, rotation.table(positions))
+    return quantize_rows(rope(q, positions, rotation))
+
+
+@jax.named_scope("indexer")
+def rotated_keys(indexer: Indexer, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+    """k of `Indexer.keys`, not rounded."""
+    if indexer.latent:
+        latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], indexer.eps)
+    return _rotated(indexer, latents, positions, rotation)
+
+
+def in_8_bits(keys: Any) -> bool:
+    """Returns whether an indexer's queries are quantized, as its keys are."""
+    return isinstance(keys, Cache) and keys.is_packed and keys.layout == "index_fp8"
+
+
+@jax.named_scope("indexer")
+def index_query(
+    indexer: Indexer,
+    params: Any,
+    c: jax.Array,
+    weights: jax.Array,
+    positions: jax.Array,
+    rotation: Rope,
+    keys: Any,
+    kernel: bool = False,
+) -> IndexQuery:
+    """The query for such keys, of the low-rank query c, and of weights that are not scaled yet; kernel: as in
+    `_few_rows`.
+    """
+    weights, made_of = weights * weight_scale(indexer), (indexer, params, c, positions, rotation, kernel)
+    if in_8_bits(keys):
+        q, scales = quantized_queries(*made_of)
+        return q, weights * scales
+    return rounded(rotated_queries(*made_of), rounding(indexer)), weights
+
+
+@jax.named_scope("indexer")
+def chosen(
+    indexer: Indexer,
+    query: IndexQuery,
+    shared: Shared,
+    past: Mapping[str, Any],
+    given: jax.Array | None,
+    unpacks: bool = False,
+    order: Order = NATURAL,
+) -> Shared:
+    """Shared with the entries that each query sees among the past ones, and with blocks for later indexers.
+
+    Args:
+      past: how `lightning_indexer` is told which entries are past.
+      given: these entries, if they were chosen elsewhere.
+      unpacks: whether keys in 4 bits are unpacked once for all queries, because there are many.
+    """
+    keys, (q, weights) = shared.keys, query
+    if unpacks and isinstance(keys, Cache) and keys.is_packed and not in_8_bits(keys):
+        keys = keys.take().astype(q.dtype)
+    if indexer.in_two_levels:
+        past = {**past, "block": indexer.block}
+
+    def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
+        def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
+            return op(q, keys, weights, **{**past, "span": span, **more, **sizes})
+
+        return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
+
+    blocks = shared.blocks if indexer.within_candidates else None
+    if count := indexer.candidate_blocks:
+        shared = shared._replace(blocks=best(indexer_blocks, {}, count=count))
+        if blocks is None and count > indexer.topk:
+            blocks = shared.blocks  # which have all of the greatest entries
+    if given is None:
+        n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
+        given = best(lightning_indexer, {"blocks": blocks}, topk=min(indexer.topk, n))
+        assert isinstance(given, jax.Array)  # because no scores are asked for
+    return shared._replace(indices=given)
+
+
+def _projected(params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
+    low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
+    w = params["wq_b"]
+    if kernel:
+        q = plain_product(low_rank, w.reshape(w.shape[0], -1), low_rank.dtype, kernel)
+        return q.reshape(*q.shape[:2], *w.shape[1:])
+    return jnp.einsum("bsr,rhd->bshd", low_rank, w.astype(low_rank.dtype))
+
+
+def _rotated(indexer: Indexer, x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+    return (rope_hadamard if indexer.transforms else rope)(x, positions, rotation)
 
 
 _OP = "Indexer"
-_KEPT = "index_fp4"  # the layout in which the models keep index keys
+KEPT = "index_fp4"  # the layout in which the models keep index keys

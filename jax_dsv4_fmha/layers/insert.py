@@ -17,8 +17,7 @@ import jax.numpy as jnp
 
 from .. import Cache
 from .._definitions import explicit_axes
-from .._definitions.packed import rounded
-from .._definitions.rope import pairs_turned
+from .._definitions.rope import rotated_pairs
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -27,6 +26,7 @@ from .._dispatch.support import Support
 from .._host import kv_insert as raw
 from .._host import library
 from ._norm import rms_norm
+from ._rounding import Rounding, rounded
 from .hadamard import hadamard
 from .pooling import RunningSums, completed, counted, of_places, pool_ring, pool_step
 from .rope import Rope
@@ -36,7 +36,7 @@ State = Cache | RunningSums | None
 
 
 class Entries(NamedTuple):
-    """What makes a cache's entries of rows."""
+    """The form of a cache's entries, which rows make."""
 
     norm: jax.Array
     """`[d]`, the norm's weight"""
@@ -48,15 +48,15 @@ class Entries(NamedTuple):
     """`[ratio, channels]`, added to the scores by a token's place in its block"""
     is_transformed: bool = False
     """whether entries are multiplied by the Hadamard matrix, as an indexer's keys are"""
-    rounded_as: tuple[str, int] | None = None
-    """how `rounded` rounds the entries of a cache that is not packed: by which layout, and how many stay as they are"""
+    rounding: Rounding = None
+    """of the entries of a cache that is not packed"""
 
 
 class Rows(NamedTuple):
     """Columns of a product: what a cache's entries are made of, or weights, or a query."""
 
     product: jax.Array
-    """float32 `[b, s, columns]`"""
+    """`[b, s, columns]`, float32 in steps and else in x's dtype"""
     column: int
     """the first one"""
     width: int
@@ -106,13 +106,13 @@ def insert(
     if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
         of_batch = [x[None] for x in (*of_batch, cache.block_table)]
     operands = (*(x[None] for x in weights), *of_batch)
-    rounded_as = None if cache.is_packed else entries.rounded_as
+    rounding = None if cache.is_packed else entries.rounding
     op, support = _op(len(kept), cache.is_packed, paged), _support(cache, entries, params, state)
     kernel = kernel and not (paged and explicit_axes.entries(lengths)[0])
-    kernel = kernel and rounded_as is None and _fits(rows, table, state, entries, cache.capacity)
+    kernel = kernel and rounding is None and _fits(rows, table, state, entries, cache.capacity)
     use = choose("kv_insert", None, support) if kernel else KernelUse.NEVER
     if use == KernelUse.NEVER:
-        results = op.reference(*operands, **params, rounded_as=rounded_as)
+        results = op.reference(*operands, **params, rounding=rounding)
     else:
         results = without_gradient(Call(op, use, tuple(params.items()), support), *operands)
     new, *of_state = (x[0] if paged else x for x in results)
@@ -130,7 +130,7 @@ def _arrays(state: State) -> Arrays:
 
 
 def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity: Any) -> bool:
-    """Whether a kernel takes arrays of these sizes."""
+    """Returns whether a kernel takes arrays of these sizes."""
     b, s, columns = rows.product.shape
     n, kept = table.shape[1], s if state is None else state.capacity
     if not all(isinstance(x, int) for x in (b, s, n, capacity, kept)):
@@ -165,7 +165,7 @@ def _inserted(
     packing: str,
     transforms: bool,
     dtype: str,
-    rounded_as: tuple[str, int] | None = None,
+    rounding: Rounding = None,
 ) -> Arrays:
     """The definition, where each sequence has its own page."""
     (norm, *ape), (pages, *state), (rows, table, bounds, *block_table) = _parts(number_kept, operands)
@@ -189,9 +189,9 @@ def _inserted(
             ring = Cache(state[0]).append(rows, positions).entries
             entry, made = pool_ring(ring, index, d, ratio), (ring,)
         x = entry.astype(dtype)
-    x = pairs_turned(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
+    x = rotated_pairs(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
     x = hadamard(x) if transforms else x
-    return cache.append(x if rounded_as is None else rounded(x, *rounded_as), index).entries, *made
+    return cache.append(rounded(x, rounding), index).entries, *made
 
 
 def _kernel(number_kept: int, *operands: jax.Array, dtype: str, transforms: bool, **params: Any) -> Arrays:
@@ -214,8 +214,8 @@ def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
 
 @functools.cache
 def _op(number_kept: int, packed: bool, paged: bool) -> Op:
-    """By how many arrays are kept: a cache; with a state; with sums and their numbers. The axes of packed caches and of
-    pools differ; no mesh may split those of a pool's sequences.
+    """The op that keeps so many arrays: a cache; with a state; with sums and their numbers. The axes of packed caches
+    and of pools differ; no mesh may split those of a pool's sequences.
     """
     b, of_cache = "b n_b" if paged else "b", "page_bytes" if packed else "page d"
     kept = (

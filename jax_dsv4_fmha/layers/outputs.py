@@ -1,9 +1,11 @@
-"""What a layer keeps, makes and returns: pytrees of arrays and caches."""
+"""The pytrees of arrays and caches that a layer keeps, makes and returns."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .. import Cache, _check
 from .._definitions.pytree import public_pytree
@@ -44,10 +46,12 @@ class LayerCache(NamedTuple):
         No entry moves. A page may stand in the rows of several sequences, which then share its entries.
 
         Raises:
-          ValueError, TypeError: a table of another shape or dtype.
+          ValueError, TypeError: a table of another shape or dtype, or an array of NumPy's with a page that the pools do
+            not have.
         """
         paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
         for name, part in paged.items():
+            check_pages("with_block_table", block_table, part.entries.shape[0])
             b, n = part.block_table.shape
             table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
             sharding = jax.typeof(part.block_table).sharding
@@ -63,22 +67,27 @@ class LayerCache(NamedTuple):
         too. Do this at the end of a page: a page that both have must get no more entries.
 
         Args:
-          source, target: an int or a scalar int32, numbers in the batch.
+          source, target: an int or a scalar int32, from 0 to b - 1. Where a number is known only when the program runs
+            and there is no such sequence, nothing changes.
 
         Raises:
+          ValueError, TypeError: a number of no sequence in the batch, or not an integer.
           NotImplementedError: Explicit axes of a mesh shard the batch.
         """
+        b = self.window.rows.shape[0]
+        source, target = (_check.index("fork", name, x, b) for name, x in (("source", source), ("target", target)))
         of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
         own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
         if axes := jax.typeof(self.window.entries).sharding.spec[0]:
             got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
             raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
-        return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
+        at = jnp.where((source >= 0) & (source < b) & (target >= 0), target, b)  # row b is none
+        return self._replace(**jax.tree.map(lambda x: x.at[at].set(x[source], mode="drop"), own))
 
 
 @public_pytree
 class Shared(NamedTuple):
-    """What a V4.1 layer takes from earlier layers in the same pass over the model.
+    """The arrays that a V4.1 layer takes from earlier layers in the same pass over the model.
 
     A pass begins with `Shared()`; after each layer `shared = shared.after(out)` is what the next one takes.
 
@@ -105,8 +114,12 @@ class Shared(NamedTuple):
     blocks: jax.Array | None = None
     """int32 `[b, s, n]`: the blocks of entries that later indexers choose from"""
 
+    def without(self, given: "Shared") -> "Shared":
+        """Returns what a layer that was given `given` added, without caches, which the layer's own cache holds."""
+        return Shared(*(None if x is old or isinstance(x, Cache) else x for x, old in zip(self, given, strict=True)))
+
     def after(self, out: "Output") -> "Shared":
-        """What the layer after the one with this output takes: what that layer made, and the rest as it was."""
+        """Returns what the next layer takes: what the layer with this output made, and the rest as it was."""
         cached = Shared() if out.cache is None else Shared(out.cache.compressed, out.cache.keys)
         return Shared(
             *(next((x for x in xs if x is not None), None) for xs in zip(out.made, cached, self, strict=True))
@@ -114,70 +127,19 @@ class Shared(NamedTuple):
 
 
 @public_pytree
-class Choice(NamedTuple):
-    """The choice of a layer's indexer, and what attention made of it, by the names that `indexer_loss` takes.
-
-    `indexer_loss(**choice._asdict(), sink=params["sink"])` is the loss `[b, s]`.
-
-    Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import indexer_loss
-      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
-      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
-      >>> layer = DSV4Attention(
-      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
-      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
-      ... )
-      >>> params = layer.init(jax.random.key(0))
-      >>> choice = jax.jit(layer)(params, jnp.ones((1, 20, 64))).choice()
-      >>> indexer_loss(**choice._asdict(), sink=params["sink"]).shape
-      (1, 20)
-    """
+class Indexed(NamedTuple):
+    """The queries of an indexer and of attention for a prompt, which `DSV4Attention.indexer_loss` takes."""
 
     q: jax.Array
     """the indexer's queries `[b, s, index heads, index d]`"""
-    k: jax.Array
-    """its keys `[b, n, index d]`"""
     weights: jax.Array
     """float32 `[b, s, index heads]`"""
     attention_q: jax.Array
-    """`[b, s, h, d]`"""
-    kv: jax.Array
-    """the entries `[b, n, d]`"""
+    """`[b, s, h, d]`, before the norm of heads and RoPE"""
+    table: jax.Array
+    """float32 `[b or 1, s, dims]`, RoPE of these queries"""
     lse: jax.Array
     """float32 `[b, s, h]`, over the window and the chosen entries"""
-    indices: jax.Array
-    """int32 `[b, s, topk]`"""
-
-
-@public_pytree
-class IndexQuery(NamedTuple):
-    """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds.
-
-    Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
-      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
-      >>> layer = DSV4Attention(
-      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
-      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
-      ... )
-      >>> params = layer.init(jax.random.key(0))
-      >>> index_query = jax.jit(layer)(params, jnp.ones((1, 20, 64))).index_query
-      >>> index_query.q.shape, index_query.attention_q.shape
-      ((1, 20, 2, 16), (1, 20, 4, 32))
-    """
-
-    q: jax.Array
-    """`[b, s, index heads, index d]`"""
-    weights: jax.Array
-    """float32 `[b, s, index heads]`"""
-    attention_q: jax.Array
-    """`[b, s, h, d]`"""
-    lse: jax.Array
-    """float32 `[b, s, h]`"""
 
 
 @public_pytree
@@ -191,7 +153,7 @@ class Output(NamedTuple):
       >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
       >>> params = layer.init(jax.random.key(0))
       >>> out = jax.jit(layer)(params, jnp.ones((2, 6, 64)))
-      >>> out.y.shape, out.cache, out.choice()
+      >>> out.y.shape, out.cache, out.indices
       ((2, 6, 64), None, None)
     """
 
@@ -201,8 +163,8 @@ class Output(NamedTuple):
     """the new cache, if there was one"""
     made: Shared
     """what this layer made for the layers after it, without what its cache holds; `Shared.after` puts both together"""
-    index_query: IndexQuery | None
-    """only from a layer with an indexer, with entries to choose from and without a cache"""
+    indexed: Indexed | None
+    """what `DSV4Attention.indexer_loss` takes; only from an indexer with entries to choose from, and without a cache"""
 
     @property
     def indices(self) -> jax.Array | None:
@@ -211,11 +173,9 @@ class Output(NamedTuple):
         """
         return self.made.indices
 
-    def choice(self, shared: Shared | None = None) -> Choice | None:
-        """What `indexer_loss` takes, or None; shared: what the layer was given, which only V4.1's needs."""
-        if self.index_query is None:
-            return None
-        now = (shared or Shared()).after(self)
-        q, weights, attention_q, lse = self.index_query
-        assert now.indices is not None
-        return Choice(q, now.keys, weights, attention_q, now.compressed, lse, now.indices)
+
+def check_pages(op: str, block_table: Any, pages: Any) -> None:
+    """Raises if a table on the host has a page that a pool of so many does not have; below 0 there is no page."""
+    most = int(block_table.max(initial=-1)) if isinstance(block_table, np.ndarray) else -1
+    if isinstance(pages, int) and most >= pages:
+        raise _check.error(ValueError, op, "block_table", f"page {most}", f"pages below the pool's {pages}")

@@ -1,4 +1,4 @@
-"""How a block's tokens become one: a softmax over them for each channel. Tokens have kv and then the scores."""
+"""Pooling of a block's tokens, by a softmax over them for each channel. Tokens have kv and then the scores."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from .._definitions.pytree import public_pytree
 @public_pytree
 @dataclasses.dataclass(frozen=True)
 class RunningSums:
-    """What a compressor of long blocks keeps of b sequences: the last tokens, which a later call may take back, and
+    """The state of a compressor of long blocks, for b sequences: the last tokens, which a later call may take back, and
     sums of those before them. It is a pytree; donate it with the caches.
 
     Examples:
@@ -37,7 +37,7 @@ class RunningSums:
 
     @classmethod
     def zeros(cls, b: int, steps: int, d: int) -> "RunningSums":
-        """Those of sequences that have not begun."""
+        """Makes the state of sequences that have not begun."""
         shapes = ((b, steps, 2 * d), (b, 3, d))
         tokens, sums = (jnp.zeros(shape, jnp.float32) for shape in shapes)
         return cls(tokens, sums, jnp.zeros((b, 1), jnp.int32))
@@ -47,23 +47,26 @@ class RunningSums:
         """Tokens that a call of `step` may add, or take back."""
         return self.tokens.shape[1]
 
-    def begun(self, start: jax.Array, lengths: jax.Array) -> "RunningSums":
-        """For tokens from `start` to `lengths`, both int32 `[b]`: where a sequence begins, another one's sums are
-        forgotten. An idle place, without tokens, stays as it is.
-        """
-        first = jnp.maximum(start, 0)
-        folded = jnp.where((lengths > first)[:, None], jnp.minimum(self.folded, first[:, None]), self.folded)
-        return dataclasses.replace(self, folded=folded)
 
-    def block(self, first: jax.Array) -> list[jax.Array]:
-        """The sums `[b, d]` if they have tokens of the block from `first` on, int32 `[b]`; otherwise those of none."""
-        has = (self.folded > first[:, None])[:, None]
-        most, weights, kv = jnp.unstack(jnp.where(has, self.sums, empty(self.sums)), axis=1)
-        return [most, weights, kv]
+def begun(state: RunningSums, start: jax.Array, lengths: jax.Array) -> RunningSums:
+    """The sums for tokens from `start` to `lengths`, both int32 `[b]`: where a sequence begins, another one's sums are
+    forgotten. An idle place, without tokens, stays as it is.
+    """
+    first = jnp.maximum(start, 0)
+    folded = jnp.where((lengths > first)[:, None], jnp.minimum(state.folded, first[:, None]), state.folded)
+    return dataclasses.replace(state, folded=folded)
 
-    def take(self, positions: jax.Array) -> jax.Array:
-        """The tokens at these positions `[b, n]`, of the last ones."""
-        return jnp.take_along_axis(self.tokens, (positions % self.capacity)[..., None], 1)
+
+def sums_of_block(state: RunningSums, first: jax.Array) -> list[jax.Array]:
+    """The sums `[b, d]` if they have tokens of the block from `first` on, int32 `[b]`; otherwise those of none."""
+    has = (state.folded > first[:, None])[:, None]
+    most, weights, kv = jnp.unstack(jnp.where(has, state.sums, empty(state.sums)), axis=1)
+    return [most, weights, kv]
+
+
+def last_tokens(state: RunningSums, positions: jax.Array) -> jax.Array:
+    """The tokens at these positions `[b, n]`, of those that are kept one by one."""
+    return jnp.take_along_axis(state.tokens, (positions % state.capacity)[..., None], 1)
 
 
 def empty(like: jax.Array) -> jax.Array:
@@ -96,7 +99,7 @@ def pool_step(
       ratio: tokens of a block, at least as many as the state keeps.
     """
     s, steps = rows.shape[1], state.capacity
-    state = state.begun(start, lengths)
+    state = begun(state, start, lengths)
     positions, first = counted(start, 0, s), start // ratio * ratio
     new = (positions >= 0) & (positions < lengths[:, None])
     displaced = positions - steps  # the tokens in the slots of the new ones
@@ -104,7 +107,9 @@ def pool_step(
     folded = jnp.max(jnp.where(leaves, displaced + 1, state.folded), 1)
     ring = Cache(state.tokens).append(rows, jnp.where(new, positions, -1)).entries
     kept = counted(jnp.maximum(folded, first), 0, steps)  # those of the block that are not in its sums
-    tokens = jnp.concatenate([state.take(positions), dataclasses.replace(state, tokens=ring).take(kept)], 1)
+    tokens = jnp.concatenate(
+        [last_tokens(state, positions), last_tokens(dataclasses.replace(state, tokens=ring), kept)], 1
+    )
     there = jnp.concatenate([leaves, kept < (first + ratio)[:, None]], 1)
     begins = jnp.concatenate([leaves & (displaced % ratio == 0), kept == first[:, None]], 1)
 
@@ -126,18 +131,18 @@ def pool_chunk(
     state with them. Operands as in `pool_step`, for any s; tokens at `lengths` or later, int32 `[b]`, are not kept.
     """
     s, steps, r = rows.shape[1], state.capacity, ratio
-    state = state.begun(start, lengths)
+    state = begun(state, start, lengths)
     first, folded = start // r * r, state.folded[:, 0]
     before = counted(start, -steps, 0)
     kept = (before >= jnp.maximum(folded, first)[:, None])[..., None]
-    both = jnp.concatenate([jnp.where(kept, state.take(before), _absent(rows)), rows], 1)
+    both = jnp.concatenate([jnp.where(kept, last_tokens(state, before), _absent(rows)), rows], 1)
     n = math.ceil(s / r)
     padded = jnp.pad(both, ((0, 0), (r, (n + 1) * r), (0, 0)))
     padded = padded.at[:, :r].set(_absent(rows)[0, 0])
     blocks = rows_from(padded, r + steps - start % r, n * r)
     parts = _partial(blocks.reshape(blocks.shape[0], n, r, -1))
     nothing = jnp.unstack(empty(jnp.stack(parts, 2)), axis=2)
-    old = [x.at[:, 0].set(y) for x, y in zip(nothing, state.block(first), strict=True)]
+    old = [x.at[:, 0].set(y) for x, y in zip(nothing, sums_of_block(state, first), strict=True)]
     entries = joined([old, parts])
     # what is no longer among the last tokens is folded
     end = jnp.clip(lengths, start, start + s)
@@ -148,7 +153,7 @@ def pool_chunk(
     there = (late >= jnp.maximum(folded, block)[:, None]) & (late < new[:, None])
     there &= late >= (start - steps)[:, None]
     part = _partial(jnp.where(there[..., None], tokens, _absent(rows))[:, None])
-    new_sums = merged([state.block(block), [x[:, 0] for x in part]])
+    new_sums = merged([sums_of_block(state, block), [x[:, 0] for x in part]])
     changed = (new > folded)[:, None, None]
     sums = jnp.where(changed, jnp.stack(new_sums, 1), state.sums)
     positions = counted(start, 0, s)
@@ -233,10 +238,11 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
     kv, score = jnp.split(ring, 2, -1)
 
     def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
-        some = score[..., of] + jnp.where(there, 0, -jnp.inf)[..., None]
+        there = there[..., None]  # elsewhere are tokens of a former sequence, which may hold NaN
+        some = jnp.where(there, score[..., of], -jnp.inf)
         most = jnp.max(some, 1)
         weight = jnp.exp(some - finite(most)[:, None])
-        return [most, jnp.sum(weight, 1), jnp.sum(weight * kv[..., of], 1)]
+        return [most, jnp.sum(weight, 1), jnp.sum(weight * jnp.where(there, kv[..., of], 0), 1)]
 
     def parts(entry: jax.Array) -> list[list[jax.Array]]:
         age = (((entry + 1) * ratio - 1)[:, None] - slots) % ring.shape[1]
@@ -250,7 +256,7 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
 
 
 def joined(parts: Sequence[Sequence[jax.Array]]) -> jax.Array:
-    """What one or two blocks make: each has the greatest score, the sum of weights, and the sum of weights times kv."""
+    """Pools one or two blocks: each has the greatest score, the sum of weights, and the sum of weights times kv."""
     _, weights, pooled = merged(parts)
     return pooled / weights
 

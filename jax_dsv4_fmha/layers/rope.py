@@ -20,12 +20,12 @@ from jax import lax
 from .. import _check
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
-from .._definitions.rope import pairs_turned
+from .._definitions.rope import rotated_pairs
 from .._dispatch.autodiff import Differentiable, without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.rope import TABLE, RotatesBack, X, Y, normed_then_rotated, rotated, support_for
 from .._host import rope as raw
-from .._ops.rope import TABLE, TurnsBack, X, Y, normed_then_turned, support_for, turned
 from . import _operands
 from .hadamard import hadamard
 
@@ -109,10 +109,10 @@ def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
       >>> import jax.numpy as jnp
       >>> from jax_dsv4_fmha.layers import Rope, rope
       >>> y = rope(jnp.ones((1, 2, 3)), jnp.array([[0, 1]]), Rope(dims=2))
-      >>> y.shape, y[0, 0].tolist()  # position 0 is not turned
+      >>> y.shape, y[0, 0].tolist()  # position 0 is not rotated
       ((1, 2, 3), [1.0, 1.0, 1.0])
     """
-    return _turn("rope", x, positions, rotation, 1)
+    return _rotated("rope", x, positions, rotation, 1)
 
 
 def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -126,7 +126,7 @@ def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arra
       >>> bool(jnp.allclose(x, y))
       True
     """
-    return _turn("inverse_rope", x, positions, rotation, -1)
+    return _rotated("inverse_rope", x, positions, rotation, -1)
 
 
 def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -143,19 +143,19 @@ def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arr
 
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
-        y = Differentiable(call(1), call(-1), TurnsBack)(rows, rotation.table(positions))[0]
+        y = Differentiable(call(1), call(-1), RotatesBack)(rows, rotation.table(positions))[0]
         return y.reshape(x.shape)
 
 
 def index_query(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x `[b, s, h, d]`, turned by a `Rope.table` and multiplied by the Hadamard matrix, in 8 bits as `quantize_indexer`
-    quantizes queries: float8_e4m3fn, and float32 scales `[b, s, h]`. Where there is a kernel, in one pass. The gradient
-    is zero, as a choice's is.
+    """x `[b, s, h, d]`, rotated by a `Rope.table` and multiplied by the Hadamard matrix, in 8 bits as
+    `quantize_indexer` quantizes queries: float8_e4m3fn, and float32 scales `[b, s, h]`. Where there is a kernel, in one
+    pass. The gradient is zero, as a choice's is.
     """
     x, support = lax.stop_gradient(x), support_for("index_query", x, dims=table.shape[-1])
     use = choose("index_query", None, support) if x.shape[-1] == _INDEX_D else KernelUse.NEVER
     if use == KernelUse.NEVER:
-        return quantize_rows(hadamard(turned(x, table, 1)))
+        return quantize_rows(hadamard(rotated(x, table, 1)))
     with jax.named_scope("rope"):
         codes, scales = without_gradient(Call(_INDEX_QUERY, use, (), support), x, table)
         return codes, scales
@@ -163,10 +163,10 @@ def index_query(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: float) -> jax.Array:
     """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
-    return normed_then_turned(x, rotation.table(positions), eps)
+    return normed_then_rotated(x, rotation.table(positions), eps)
 
 
-def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
+def _rotated(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
     if not isinstance(rotation, Rope):
         raise _check.error(TypeError, op, "rotation", rotation, "a Rope")
     n = rotation.dims
@@ -177,28 +177,28 @@ def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> ja
         x, positions = explicit_axes.with_one_batch(op, x=x, positions=positions)
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
-        return turned(rows, rotation.table(positions), direction).reshape(x.shape)
+        return rotated(rows, rotation.table(positions), direction).reshape(x.shape)
 
 
 # The ops of an indexer. Their kernels are handed rows, which are (token, head), and a table of cos and sin.
 
 
-def _turned_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
+def _rotated_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
     if direction > 0:
-        return (hadamard(pairs_turned(x, table, direction=1)[0]),)
-    return pairs_turned(hadamard(x), table, direction=-1)
+        return (hadamard(rotated_pairs(x, table, direction=1)[0]),)
+    return rotated_pairs(hadamard(x), table, direction=-1)
 
 
-def _turned_transformed_and_quantized(x: jax.Array, table: jax.Array) -> Arrays:
-    return quantize_rows(_turned_and_transformed(x, table, direction=1)[0])
+def _rotated_transformed_and_quantized(x: jax.Array, table: jax.Array) -> Arrays:
+    return quantize_rows(_rotated_and_transformed(x, table, direction=1)[0])
 
 
 _INDEX_D = 128  # the numbers of a row that a kernel transforms
-_ROPE_HADAMARD = Op("rope_hadamard", (X, TABLE), (Y,), _turned_and_transformed, raw.rope_hadamard)
+_ROPE_HADAMARD = Op("rope_hadamard", (X, TABLE), (Y,), _rotated_and_transformed, raw.rope_hadamard)
 _INDEX_QUERY = Op(
     "index_query",
     (X, TABLE),
     (Axes("codes", "b s_q h_q d"), Axes("scales", "b s_q h_q")),
-    _turned_transformed_and_quantized,
+    _rotated_transformed_and_quantized,
     raw.index_query,
 )

@@ -78,8 +78,8 @@ def from_state_dict(
         as the parameters are laid out. None means the default device.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, is not of floats, is in 8 bits without scales, or has no use
-        in the layer.
+      ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
+        bits is not e4m3, or has no scales or those of other blocks; another tensor has scales.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
 
     Examples:
@@ -113,20 +113,27 @@ def from_state_dict(
         if name not in own:
             raise _check.error(ValueError, _OP, prefix + name, "none", wanted)
         given = own[name]
-        x = _to_numpy(prefix + name, given, wanted)
+        x = _to_numpy(prefix + name, given, (*_PLAIN, _E4M3), wanted)
         if x.shape != tuple(shape):
             is_turned = x.ndim == 2 and x.shape == tuple(shape)[::-1] and name.endswith(".weight")
             turned = "; it would fit transposed: matrices come [out, in], as torch has them"
             raise _check.error(ValueError, _OP, prefix + name, given, wanted + turned * is_turned)
         used.add(name)
         stem = name.removesuffix(".weight")
-        scales = [s for s in (*(stem + end for end in _SCALES), name + _SCALES[2]) if s in own]
-        if scales:
-            used.add(scales[0])
-            return _scaled(prefix + name, x, _to_numpy(prefix + scales[0], own[scales[0]], "scales of floats"))
-        if "float8" in str(given.dtype):
+        names_of = dict.fromkeys((*(stem + end for end in _SCALES), name + _SCALES[2]))
+        scales = [s for s in names_of if s in own]
+        if scales[1:]:
+            raise _check.error(ValueError, _OP, "tensors", f"{scales[1]} under {prefix!r}", "a layer's alone")
+        if _dtype_name(given) != _E4M3:
+            if scales:
+                wanted = f"no {scales[0]}, which scales e4m3, or it in e4m3"
+                raise _check.error(ValueError, _OP, prefix + name, given, wanted)
+            return x
+        if not scales:
             raise _check.error(ValueError, _OP, prefix + name, given, f"{stem}{_SCALES[0]}, its scales, too")
-        return x
+        used.add(scales[0])
+        of = _to_numpy(prefix + scales[0], own[scales[0]], (*_PLAIN, "float8_e8m0fnu"), "scales")
+        return _scaled(prefix + name, x, of)
 
     def read(path: Any, leaf_shape: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
         leaf, shape = ".".join(p.key for p in path), leaf_shape.shape
@@ -147,7 +154,13 @@ def from_state_dict(
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
         x = x.reshape(shape).astype(jnp.float32 if last in IN_FLOAT32 else dtype)
-        return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(shape, sharding, lambda at: x[at])
+        if sharding is None:
+            return jnp.asarray(x)
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as e:
+            raise _check.error(ValueError, _OP, f"shardings of {leaf}", str(sharding), f"one for {list(shape)}") from e
+        return jax.make_array_from_callback(shape, sharding, lambda at: x[at])
 
     of_layer = shapes(layer)
     where = shardings if isinstance(shardings, dict) else jax.tree.map(lambda _: shardings, of_layer)
@@ -159,7 +172,7 @@ def from_state_dict(
 
 
 def _prefixes(tensors: Mapping[str, Any]) -> str:
-    """What an error adds where other prefixes would have named a layer."""
+    """Returns the end of an error where other prefixes would have named a layer."""
     ends = (_DEEPSEEK["wq_a"], _HUGGING_FACE["wq_a"])
     found = [name.removesuffix(end) for name in tensors for end in ends if isinstance(name, str) and name.endswith(end)]
     more = f" or {len(found) - 3} others" if len(found) > 3 else ""
@@ -167,17 +180,22 @@ def _prefixes(tensors: Mapping[str, Any]) -> str:
 
 
 def _has_no_gate(layer: DSV4Attention, leaf: str) -> bool:
-    """Whether the compressor of this leaf has ratio 1, and so no gate."""
+    """Returns whether the compressor of this leaf has ratio 1, and so no gate."""
     own = layer.compressor if leaf == "compressor.w" or layer.indexer is None else layer.indexer.compressor
     return own is not None and own.ratio == 1
 
 
-def _to_numpy(name: str, x: Any, wanted: str) -> np.ndarray:
-    """float32, from any library's array of floats."""
+def _dtype_name(x: Any) -> str:
+    """The name of an array's dtype, of NumPy, JAX or torch."""
+    return str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.")
+
+
+def _to_numpy(name: str, x: Any, dtypes: Sequence[str], wanted: str) -> np.ndarray:
+    """float32, from any library's array in one of these dtypes."""
     if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
         raise _check.error(TypeError, _OP, name, x, f"{wanted}, with values")
-    if "float" not in getattr(x.dtype, "name", str(x.dtype)):  # torch's dtypes have no name
-        raise _check.error(ValueError, _OP, name, x, wanted)
+    if _dtype_name(x) not in dtypes:
+        raise _check.error(ValueError, _OP, name, x, f"{wanted}, in {', '.join(dtypes)}")
     if hasattr(x, "detach"):  # torch's: NumPy does not know its 8 and 16 bits
         x = x.detach().float().cpu().numpy()
     return np.asarray(x).astype(np.float32)
@@ -186,7 +204,7 @@ def _to_numpy(name: str, x: Any, wanted: str) -> np.ndarray:
 def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """x times the scales of its blocks."""
     for block in (128, 32):
-        if scale.shape == tuple(-(-n // block) for n in x.shape):
+        if x.ndim == 2 and scale.shape == tuple(-(-n // block) for n in x.shape):
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)
             return x * whole[: x.shape[0], : x.shape[1]]
     raise _check.error(
@@ -195,3 +213,5 @@ def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 _OP = "from_state_dict"
+_PLAIN = ("float32", "bfloat16", "float16", "float64")
+_E4M3 = "float8_e4m3fn"

@@ -65,8 +65,8 @@ def unzigzag(x: jax.Array, devices: int, axis: int = 1) -> jax.Array:
 def _chunks(op: str, x: Any, devices: Any, axis: int) -> tuple[jax.Array, int, int]:
     """x, its axis counted from the first, and the tokens of a chunk."""
     devices, x = _check.positive(op, "devices", devices), jnp.asarray(x)
-    if not isinstance(axis, int) or isinstance(axis, bool) or not -x.ndim <= axis < x.ndim:
-        raise _check.error(ValueError, op, "axis", axis, f"an axis of x, which has {x.ndim}")
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise _check.error(ValueError, op, "axis", axis, f"an axis of {_check.describe(x)}")
     axis %= x.ndim
     if x.shape[axis] % (2 * devices):
         raise _check.error(ValueError, op, "x", x, f"a multiple of {2 * devices} on axis {axis}")
@@ -103,11 +103,11 @@ class Order(NamedTuple):
         return jnp.where(second, 2 * self.devices - 1 - device, device) * tokens + i % tokens
 
     def of(self, x: jax.Array) -> jax.Array:
-        """What is in the tokens' own order, and whole on every device, in this order."""
+        """Returns x in this order; it comes in the tokens' own, and is whole on every device."""
         return x if self.devices is None else whole_sequences(zigzag(x, self.devices))
 
     def undone(self, x: jax.Array) -> jax.Array:
-        """What is in this order, in the tokens' own order."""
+        """Returns x, which comes in this order, in the tokens' own."""
         return x if self.devices is None else unzigzag(x, self.devices)
 
     def previous(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
@@ -126,7 +126,7 @@ class Order(NamedTuple):
         return jnp.concatenate([edge, chunked], 3).reshape(b, n, -1, *rest)
 
     def seen(self, s: int, window: int, more: Span | None) -> Span | None:
-        """Which keys each of s tokens sees of its window, more: and of the sequence; None: its window."""
+        """Returns the keys that each of s tokens sees of its window, and by `more`; None means its window."""
         if self.devices is None:
             return more
         at, m, reach = self.numbers(s), s // (2 * self.devices), window - 1

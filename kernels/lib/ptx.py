@@ -117,6 +117,17 @@ def add_relu(x: Float32, factor: Float32, total: Float32) -> Float32:
     return ptx(text, Float32(x), Float32(factor), Float32(total), gives=(Float32,), pure=True)[0]
 
 
+def least(x: Float32, y: Float32) -> Float32:
+    """min(x, y); NaN stays NaN."""
+    return ptx("min.NaN.f32 $0, $1, $2;", Float32(x), Float32(y), gives=(Float32,), pure=True)[0]
+
+
+def bounded(x: Float32, limit: Float32) -> Float32:
+    """The number nearest to x between -limit and limit; NaN stays NaN."""
+    text = "{ .reg .f32 y; neg.f32 y, $2; max.NaN.f32 y, $1, y; min.NaN.f32 $0, y, $2; }"
+    return ptx(text, Float32(x), Float32(limit), gives=(Float32,), pure=True)[0]
+
+
 def clip(x: Float32, limit: Float32) -> Float32:
     """The number nearest to x between -limit and limit; x is not NaN."""
     text = "{ .reg .f32 y; neg.f32 y, $2; max.f32 y, $1, y; min.f32 $0, y, $2; }"
@@ -137,6 +148,18 @@ def max_abs_bf16x2(a: Uint32, b: Uint32) -> Uint32:
 def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
     """a b + c of pairs of bf16."""
     return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, gives=(Uint32,), pure=True)[0]
+
+
+def multiply_by_half(a: Uint32, b: Uint32, half: int) -> Uint32:
+    """A pair of bf16 times one half of another pair, subnormal numbers among them. It is computed where this stands,
+    before the fence of a product."""
+    one = ("low", "high")[half]
+    text = f"""{{ .reg .b16 low, high;
+        .reg .b32 both;
+        mov.b32 {{low, high}}, $2;
+        mov.b32 both, {{{one}, {one}}};
+        mul.rn.bf16x2 $0, $1, both;\n}}"""
+    return ptx(text, a, b, gives=(Uint32,))[0]
 
 
 def add_weighted(total: Float32, acc: tuple, x: tuple, factor: Float32, lse: Float32) -> tuple[Float32, ...]:
@@ -160,6 +183,14 @@ def sleep_if_negative(a: Float32, b: Float32) -> None:
         Float32(a),
         Float32(b),
     )
+
+
+def multiply_warp(sums: tuple, a: tuple, b: tuple) -> tuple[Float32, ...]:
+    """A warp's sums + a b, 16 x 8 float32, of a 16 x 16 and b 16 x 8 in bf16, by each lane's registers of these."""
+    operands = (*map(Uint32, a), *map(Uint32, b), *map(Float32, sums))
+    registers = ("{$0, $1, $2, $3}", "{$4, $5, $6, $7}", "{$8, $9}", "{$10, $11, $12, $13}")
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {', '.join(registers)};"
+    return ptx(text, *operands, gives=(Float32,) * 4, pure=True)
 
 
 # ---- conversions
@@ -248,6 +279,15 @@ def load_shared_four(address: Int32) -> tuple[Float32, ...]:
     return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Float32,) * 4)
 
 
+def load_shared_word(address: Int32) -> Uint32:
+    return ptx("ld.shared.b32 $0, [$1];", Int32(address), gives=(Uint32,))[0]
+
+
+def load_shared_words(address: Int32) -> tuple[Uint32, ...]:
+    """16 bytes."""
+    return ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Uint32,) * 4)
+
+
 def store_shared_two(address: Int32, offset: int, x: Float32, y: Float32) -> None:
     """Two numbers, `offset` bytes after address."""
     ptx(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", Int32(address), Float32(x), Float32(y))
@@ -275,6 +315,11 @@ def count_in_shared(address: Int32) -> None:
     ptx("red.shared.add.u32 [$0], 1;", address)
 
 
+def take_next(address: Int32) -> Int32:
+    """A number in shared memory, to which 1 is added."""
+    return ptx("atom.shared.add.u32 $0, [$1], 1;", address, gives=(Int32,))[0]
+
+
 # ---- global memory
 
 
@@ -286,6 +331,10 @@ def cluster_among(n: Int32, ctas: int) -> Int32:
         Int32(n),
         gives=(Int32,),
     )[0]
+
+
+def load_four_words(address: Int64) -> tuple[Int32, ...]:
+    return ptx("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", Int64(address), gives=(Int32,) * 4)
 
 
 def load_again(address: Int64) -> Float32:
@@ -385,6 +434,20 @@ def copy_once_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
     text = """{ .reg .b64 evict_first; mov.b64 evict_first, 0x12F0000000000000;
         cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, $2, evict_first; }"""
     ptx(text, Int32(smem), Int64(gmem), Int32(present))
+
+
+def copy_bulk(smem: Int32, gmem: Int64, size: int, barrier: cute.Pointer) -> None:
+    """A bulk copy, which the barrier counts."""
+    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
+    ptx(text, Int32(smem), Int64(gmem), barrier.toint())
+
+
+def copy_bulk_once(smem: Int32, gmem: Int64, size: int, barrier: cute.Pointer) -> None:
+    """A bulk copy of bytes that are not read again, which the barrier counts: L2 evicts their lines first."""
+    text = f"""{{ .reg .b64 evict_first; mov.b64 evict_first, 0x12F0000000000000;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], {size}, [$2],
+        evict_first; }}"""
+    ptx(text, Int32(smem), Int64(gmem), barrier.toint())
 
 
 def copy_out(gmem: Int64, smem: Int32) -> None:

@@ -21,7 +21,6 @@ class Config:
     extra_keys: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
     cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     turns: bool = False  # whether q is normed and turned here, and o turned back
-    codes: bool = False  # whether o leaves as codes of e4m3, with scales
     tile_m: int = 64
     tile_n: int = 64
     shared_kv: bool = True

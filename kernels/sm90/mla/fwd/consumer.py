@@ -10,7 +10,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.output import SlabStores
-from kernels.lib.output_codes import CodeStores
 from kernels.lib.rows import ROWS, BoxedRows, RowTile, row_of
 from kernels.lib.softmax import RowResults, Softmax
 from kernels.lib.turned import Turn
@@ -90,7 +89,7 @@ class Consumer:
             out=out,
             products=cute.make_tensor(out.iterator, pv.partition_shape_C((c.tile_m, c.half))),
             softmax=Softmax.of(cute.make_rmem_tensor(ROWS, Float32) if c.turns else scaling),
-            stores=(CodeStores if c.codes else SlabStores)(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
+            stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
             turn=scaling if c.turns else None,
         )
 

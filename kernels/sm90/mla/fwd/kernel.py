@@ -39,7 +39,6 @@ from kernels.lib.cut_keys import cut_keys
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.output import store_part
-from kernels.lib.output_codes import CODE, SCALED, store_scales
 from kernels.lib.packed import packed_operands
 from kernels.lib.pipeline import wait_for
 from kernels.lib.rows import BoxedRows, Extents, RowTile
@@ -48,7 +47,7 @@ from kernels.lib.softmax import ROWS, RowResults, rescale_rows, scale_rows
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, own_part
 from kernels.lib.tile_scheduler import TileScheduler
-from kernels.lib.turned import Turn, prepare_rows, rotate_back, rotations_of, turn_back
+from kernels.lib.turned import Turn, prepare_rows, turn_back
 from kernels.lib.wgmma import (
     K_MAJOR,
     SLAB,
@@ -82,14 +81,6 @@ class MlaFwdSm90(ForwardKernel):
 
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Float32 | Turn:
         return Turn(scale_log2, table, eps) if self.config.turns else scale_log2
-
-    def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
-        c = self.config
-        queries, output = super().rows(shapes, q, o)
-        if c.codes:
-            codes = shapes.rows(cute.recast_ptr(o, dtype=CODE))
-            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), codes, c.tile_m, SCALED))
-        return queries, output
 
     def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
         c = self.config
@@ -234,15 +225,12 @@ class MlaFwdSm90(ForwardKernel):
             work, rows = Work(sources, (None,) * len(sources), fills), Rows(tile, boxed, results)
             self.attend(side, w, work, rows)
             cute.arch.mbarrier_arrive(bar.all_read)
-            if cutlass.const_expr(c.codes):
-                self.store_codes(side, w, wave, tile.of(output[1], c.tile_m, SCALED), rows)
+            if n.splits > 1:
+                wait_for(bar.all_read, wave)
+            if n.splits == 1:
+                self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB), rows)
             else:
-                if n.splits > 1:
-                    wait_for(bar.all_read, wave)
-                if n.splits == 1:
-                    self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB), rows)
-                else:
-                    self.store_part(side, w, rows)
+                self.store_part(side, w, rows)
             fills = work.fills_after()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -380,26 +368,6 @@ class MlaFwdSm90(ForwardKernel):
             store_part(last, w.softmax, *place, c.d - SLAB, w.thread, c.d)
             whole = before
         store_part(whole, w.softmax, *place, column0, w.thread, c.d)
-
-    @cute.jit
-    def store_codes(self, side: cutlass.Constexpr, w: Consumer, wave: Int32, target: cute.Tensor, rows: Rows):
-        """`store` of codes, all columns of a scale at a time. Rotations are loaded long before they are used."""
-        c, mma = self.config, tiled_mma(self.dtype, SLAB, K_MAJOR)
-        shape, each = mma.partition_shape_C((c.tile_m, SLAB)), c.tile_m * SLAB // WARPGROUP
-        slabs = [cute.make_tensor(w.out.iterator + i * each, shape) for i in range(c.half // SLAB)]
-        turns, at_once, blocks = cutlass.const_expr(side == RIGHT), SCALED // SLAB, c.half // SCALED
-        rotations = [rotations_of(w.turn, *rows[:2], w.thread, r) for r in range(ROWS * turns)]
-        for i in cutlass.range_constexpr(blocks):
-            of_scale = slabs[i * at_once : (i + 1) * at_once]
-            if cutlass.const_expr(turns and i == blocks - 1):
-                of_scale[-1] = cute.make_tensor(w.scores.iterator, shape)
-                for r in cutlass.range_constexpr(ROWS):
-                    rotate_back(slabs[-1], of_scale[-1], rotations[r], r)
-            if cutlass.const_expr(i == c.slabs_of_o):
-                wait_for(w.bar.all_read, wave)  # the other side no longer reads this one's P
-            block = side * blocks + i
-            scales = w.stores.store(i, of_scale, w.softmax.factor, target[None, None, block])
-            store_scales(scales, rows.results.o_parts, *rows[:2], block, c.d, w.thread)  # keys are not split
 
     @cute.jit
     def issue_scores(
@@ -547,5 +515,5 @@ def compile(variant: Forward, out_dir: Path) -> Compiled:
     few = variant.max_heads < ANY
     packed = variant.sources[0] in PACKED
     choice = {"cluster": 1 if few else CLUSTER} if packed else {"extra_keys": EXTRA_KEYS if few else 0}
-    config = Config(variant.d, variant.dtype, variant.sources, turns=variant.turns, codes=variant.gives_codes, **choice)
+    config = Config(variant.d, variant.dtype, variant.sources, turns=variant.turns, **choice)
     return MlaFwdSm90(config).compile(variant, out_dir, cluster=config.cluster, unit=config.unit)

@@ -9,7 +9,6 @@ from cutlass.memory import SmemAllocator
 
 from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.output_codes import seen_as_codes
 from kernels.lib.pipeline import Ring, split_barriers
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.wgmma import SLAB, operand_layout, seen_as, slab_layout
@@ -95,8 +94,6 @@ class Shared:
         p = tuple(tile(operand_layout(dtype, c.tile_m, keys)) for keys in c.tile_keys)
         slab = slab_layout(dtype, c.tile_m, SLAB)
         o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(x, slab)) for x in p)
-        if c.codes:
-            o = tuple(tuple(map(seen_as_codes, places)) for places in o)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         rows = cute.make_layout((c.tile_m, 2))
         squares = smem.allocate_tensor(Float32, rows, 16) if c.turns else None

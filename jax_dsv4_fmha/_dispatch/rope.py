@@ -8,41 +8,41 @@ import jax
 from .._definitions.rope import (
     normalized,
     normalized_gradient,
-    normed_and_turned,
-    normed_and_turned_gradient,
-    pairs_turned,
+    normed_and_rotated,
+    normed_and_rotated_gradient,
+    rotated_pairs,
 )
-from .._dispatch.autodiff import Differentiable, Function, Rule
-from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
-from .._dispatch.support import Support
 from .._host import library
 from .._host import rope as raw
+from .autodiff import Differentiable, Function, Rule
+from .lowering import choose
+from .op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .support import Support
 
 X, TABLE, Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
 
 
 @jax.named_scope("rope")
-def turned(x: jax.Array, table: jax.Array, direction: int) -> jax.Array:
-    """x `[b, s, h, d]` with its last n numbers turned by a table float32 `[b, s, n]` or `[1, s, n]`: in direction 1, or
-    back in direction -1.
+def rotated(x: jax.Array, table: jax.Array, direction: int) -> jax.Array:
+    """x `[b, s, h, d]` with its last n numbers rotated by a table float32 `[b, s, n]` or `[1, s, n]`: forward in
+    direction 1, back in direction -1.
     """
     support = support_for("rope", x, dims=table.shape[-1])
     use = choose("rope", None, support) if x.shape[-1] % _VECTOR == 0 else KernelUse.NEVER
 
-    def turned_by(direction: int) -> Call | Function:
+    def rotated_by(direction: int) -> Call | Function:
         params = (("direction", direction),)
-        return Function(pairs_turned, params) if use == KernelUse.NEVER else Call(_ROPE, use, params, support)
+        return Function(rotated_pairs, params) if use == KernelUse.NEVER else Call(_ROPE, use, params, support)
 
-    return Differentiable(turned_by(direction), turned_by(-direction), TurnsBack)(x, table)[0]
+    return Differentiable(rotated_by(direction), rotated_by(-direction), RotatesBack)(x, table)[0]
 
 
-def normed_then_turned(x: jax.Array, table: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x²) + eps), rounded to its dtype where no kernel makes it, and turned."""
+def normed_then_rotated(x: jax.Array, table: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x²) + eps), rounded to its dtype where no kernel makes it, and rotated."""
     support = support_for("norm_rope", x, d=x.shape[-1], dims=table.shape[-1])
     use = choose("norm_rope", None, support)
     if use == KernelUse.NEVER:
-        return turned(normed(x, eps).astype(x.dtype), table, 1)
+        return rotated(normed(x, eps).astype(x.dtype), table, 1)
     with jax.named_scope("norm"):
         call, gradient = (Call(op, use, (("eps", eps),), support) for op in (_NORM_ROPE, _NORM_ROPE_GRADIENT))
         return Differentiable(call, gradient)(x, table)[0]
@@ -61,7 +61,7 @@ def support_for(op: str, x: jax.Array, **sizes: int) -> Support:
     return Support(got, (op,), library.shipped_for(op, dtype=x.dtype.name, **sizes))
 
 
-class TurnsBack(Rule):
+class RotatesBack(Rule):
     """A rotation's gradient rotates back, and needs no x."""
 
     @staticmethod
@@ -87,13 +87,13 @@ def _normalized_gradient(x: jax.Array, dy: jax.Array, *, eps: float) -> Arrays:
 
 
 _VECTOR = 8  # numbers of 16 bits that a kernel loads at once
-_ROPE = Op("rope", (X, TABLE), (Y,), pairs_turned, raw.rope)
-_NORM_ROPE = Op("norm_rope", (X, TABLE), (Y,), normed_and_turned, raw.norm_rope)
+_ROPE = Op("rope", (X, TABLE), (Y,), rotated_pairs, raw.rope)
+_NORM_ROPE = Op("norm_rope", (X, TABLE), (Y,), normed_and_rotated, raw.norm_rope)
 _NORM_ROPE_GRADIENT = Op(
     "norm_rope",
     (X, TABLE, Axes("dy", "b s_q h_q d")),
     (Axes("dx", "b s_q h_q d"),),
-    normed_and_turned_gradient,
+    normed_and_rotated_gradient,
     raw.norm_rope_bwd,
     part="gradient",
 )

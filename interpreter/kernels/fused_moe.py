@@ -1,0 +1,234 @@
+"""A layer's experts: the sort of rows by expert, the gated product and the product after it, by the library's plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_dsv4_fmha._definitions.experts import GROUP, SLAB, TILE, PackedExperts, pack_experts
+from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
+
+from ..machine import scheduler
+from ..machine.state import Array, Machine, new_memory
+from . import native
+from .launch import Edit, Kernel, machine
+from .verdict import Wrong
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
+LIMIT = 3.0  # that some gates reach
+BF16 = ml_dtypes.bfloat16
+PROCESSORS = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tokens, the experts that they chose, and matrices of these."""
+
+    x: Array  # bfloat16 [tokens, k]
+    chosen: Array  # int32 [tokens, n_chosen]; some of no expert here
+    weights: Array  # float32 [tokens, n_chosen]
+    codes13: Array  # of e2m1, one a number: [e, 2, inner, k]
+    scales13: Array  # powers of two as ue8m0 has them: [e, 2, inner, k / GROUP]
+    codes2: Array  # [e, k, inner]
+    scales2: Array
+
+    @staticmethod
+    def of(rows: list[int], k: int = 256, inner: int = 256, n_chosen: int = 2, scale: int = 122) -> Problem:
+        """Of experts with so many rows each; the last choice is of another device."""
+        rng, e = np.random.default_rng(0), len(rows)
+        flat = np.concatenate([np.repeat(np.arange(e), rows), [e]])
+        flat = np.concatenate([flat, np.full(-len(flat) % n_chosen, -1)])
+        chosen = rng.permutation(flat).reshape(-1, n_chosen).astype(np.int32)
+
+        def matrix(*shape: int) -> tuple[Array, Array]:
+            scales = rng.integers(scale - 2, scale + 3, (*shape[:-1], shape[-1] // GROUP), np.uint8)
+            return rng.integers(0, 16, shape, np.uint8), scales
+
+        x = rng.standard_normal((len(chosen), k)).astype(BF16)
+        weights = rng.uniform(0.25, 2, chosen.shape).astype(np.float32)
+        return Problem(x, chosen, weights, *matrix(e, 2, inner, k), *matrix(e, k, inner))
+
+    @property
+    def packed(self) -> tuple[PackedExperts, PackedExperts]:
+        pairs = ((self.codes13, self.scales13), (self.codes2, self.scales2))
+        w13, w2 = (pack_experts(jnp.asarray(c[..., ::2] | c[..., 1::2] << 4), jnp.asarray(s)) for c, s in pairs)
+        return w13, w2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        (tokens, n_chosen), (e, k, inner) = self.chosen.shape, self.codes2.shape
+        tiles = {"tiles13": 2 * inner // TILE, "slabs13": k // SLAB, "tiles2": k // TILE, "slabs2": inner // SLAB}
+        sizes = {"tokens": tokens, "chosen": n_chosen, "k": k, "inner": inner, "experts": e}
+        return {**sizes, **tiles, "tiles": e + tokens * n_chosen // FEW_ROWS}
+
+    def rows(self) -> dict[int, list[int]]:
+        """The choices of each expert, by their numbers."""
+        flat = self.chosen.ravel()
+        return {e: np.flatnonzero(flat == e).tolist() for e in range(len(self.codes2))}
+
+    def inner_of(self, choice: int) -> Array:
+        """float64: the channels inside of a choice's expert."""
+        e, token = self.chosen.ravel()[choice], choice // self.chosen.shape[1]
+        gate, up = numbers(self.codes13[e], self.scales13[e]) @ self.x[token].astype(np.float64)
+        gate = np.minimum(gate, LIMIT)
+        made: Array = gate * (1 + np.tanh(gate / 2)) / 2 * np.clip(up, -LIMIT, LIMIT) * self.weights.ravel()[choice]
+        return made
+
+
+def numbers(codes: Array, scales: Array) -> Array:
+    """float64: what codes and scales stand for."""
+    values = np.array((*E2M1, *(-v for v in E2M1)))[codes]
+    made: Array = values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), GROUP, -1)
+    return made
+
+
+@dataclass
+class Sorted:
+    """What the sort leaves."""
+
+    list: Array
+    weights: Array
+    places: Array
+    tiles: Array
+
+
+def sorted_rows(x: Problem, tile: int) -> Sorted:
+    """What the sort is to leave, with rows of an expert in order."""
+    order: list[int] = []
+    tiles: list[tuple[int, ...]] = []
+    for e, choices in x.rows().items():
+        first = len(order)
+        order += choices
+        tiles += [(e, first + i, min(tile, len(choices) - i), 0) for i in range(0, len(choices), tile)]
+    places = np.full(x.chosen.size, -1, np.int32)
+    places[order] = np.arange(len(order))
+    listed = np.zeros(x.chosen.size, np.int32)
+    listed[: len(order)] = order
+    weights = np.zeros(x.chosen.size, np.float32)
+    weights[: len(order)] = x.weights.ravel()[order]
+    return Sorted(listed, weights, places, np.array(tiles, np.int32).reshape(-1, 4))
+
+
+def sort_launched(
+    variant: GroupRows, x: Problem, tile_m: int, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
+) -> Machine:
+    """The sort, about to run; the edits plant faults, in PTX and in parameters."""
+    kernel, memory = Kernel.of(variant), new_memory()
+    rows = x.chosen.size
+    at = {"group": memory.add("group", x.chosen), "chosen_weight": memory.add("chosen_weight", x.weights)}
+    sizes = {
+        "list": 4 * rows,
+        "sorted_weights": 4 * rows,
+        "places": 4 * rows,
+        "tiles": 16 * x.sizes["tiles"],
+        "count": 4,
+    }
+    at |= {name: memory.add(name, None, size) for name, size in sizes.items()}
+    plan = native.plan_group_rows(x.sizes, tile_m=tile_m, addresses=at)
+    return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
+
+
+def sort(variant: GroupRows, x: Problem, tile_m: int, **how: Any) -> Sorted:
+    of_launch = sort_launched(variant, x, tile_m, **how)
+    scheduler.run(of_launch)
+
+    def found(name: str, dtype: Any) -> Array:
+        array = of_launch.memory.named(name)
+        return array.bytes[: array.size].view(dtype)
+
+    count = int(found("count", np.int32)[0])
+    tiles = found("tiles", np.int32).reshape(-1, 4)[:count]
+    return Sorted(found("list", np.int32), found("sorted_weights", np.float32), found("places", np.int32), tiles)
+
+
+def judge_sort(x: Problem, tile: int, got: Sorted) -> None:
+    """Raises Wrong unless rows are by expert, and tiles have all of them; rows of an expert may be in any order."""
+    want = sorted_rows(x, tile)
+    if not np.array_equal(got.tiles, want.tiles):
+        raise Wrong(f"tiles are {got.tiles.tolist()}, wanted {want.tiles.tolist()}")
+    end = 0
+    for e, choices in x.rows().items():
+        places = slice(end, end := end + len(choices))
+        if sorted(got.list[places].tolist()) != choices:
+            raise Wrong(f"rows of expert {e} are {got.list[places].tolist()}, wanted {choices}")
+        if not np.array_equal(got.weights[places], x.weights.ravel()[got.list[places]]):
+            raise Wrong(f"weights of expert {e} are those of other rows")
+    placed = np.flatnonzero(want.places >= 0)
+    if not np.array_equal(got.list[got.places[placed]], placed) or (got.places[want.places < 0] != -1).any():
+        raise Wrong(f"places are {got.places.tolist()}")
+
+
+def product_launched(
+    variant: GroupedProduct, x: Problem, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
+) -> Machine:
+    """A product, about to run."""
+    kernel, memory, (w13, w2) = Kernel.of(variant), new_memory(), x.packed
+    placed = sorted_rows(x, kernel.facts["tile_m"])
+    w, rows, columns = (w13, x.x, w13.rows // 2) if variant.gated else (w2, given_inner(x), w2.rows)
+    arrays = {
+        "x" if variant.gated else "inner": rows,
+        "w13" if variant.gated else "w2": np.asarray(w.data),
+        "factor13" if variant.gated else "factor2": np.asarray(w.factor),
+        "list": placed.list,
+        "sorted_weights": placed.weights,
+        "tiles": placed.tiles,
+        "count": np.array([len(placed.tiles)], np.int32),
+    }
+    at = {name: memory.add(name, array) for name, array in arrays.items()}
+    at["inner" if variant.gated else "y"] = memory.add("y", None, max(len(listed(x)), 1) * columns * 2)
+    tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n")}
+    plan = native.plan_grouped_product(x.sizes, variant.gated, LIMIT, **tiles, processors=PROCESSORS, addresses=at)
+    return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
+
+
+def listed(x: Problem) -> list[int]:
+    """All choices of experts here, by expert."""
+    return [choice for choices in x.rows().values() for choice in choices]
+
+
+def given_inner(x: Problem) -> Array:
+    """bfloat16 [rows, inner]: what a product is given as the channels inside of experts."""
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((max(len(listed(x)), 1), x.codes2.shape[2])).astype(BF16)
+
+
+def product(variant: GroupedProduct, x: Problem, **how: Any) -> Array:
+    """bfloat16 [rows, channels]"""
+    of_launch = product_launched(variant, x, **how)
+    scheduler.run(of_launch)
+    array = of_launch.memory.named("y")
+    return array.bytes[: array.size].view(BF16).reshape(max(len(listed(x)), 1), -1)
+
+
+def judge(variant: GroupedProduct, x: Problem, got: Array) -> None:
+    """Raises Wrong unless every number is right, within the rounding of sums and of the result."""
+    given = given_inner(x).astype(np.float64)
+    for place, choice in enumerate(listed(x)):
+        e = x.chosen.ravel()[choice]
+        want = x.inner_of(choice) if variant.gated else numbers(x.codes2[e], x.scales2[e]) @ given[place]
+        size = np.sqrt(np.mean(want * want))
+        wrong = ~(np.abs(got[place].astype(np.float64) - want) <= 2**-8 * np.maximum(np.abs(want), size))
+        if wrong.any():
+            channel = int(np.flatnonzero(wrong)[0])
+            raise Wrong(
+                f"{int(wrong.sum())} of {wrong.size} channels of row {place}, of expert {e}, are wrong, first"
+                f" {channel}: {float(got[place, channel]):.6g}, wanted {want[channel]:.6g}"
+            )
+
+
+def typical(variant: GroupedProduct) -> Problem:
+    """Groups with no row, with one, with whole tiles and with more than one tile."""
+    return Problem.of([1, 0, 9, 20] if variant.max_rows <= FEW_ROWS else [3, 0, MANY_ROWS + 20, 33])
+
+
+def of_large_scales(x: Problem) -> Problem:
+    """Scales of one matrix are above 2, those of another below 2^-40."""
+    scales = x.scales13.copy()
+    scales[0] += 12
+    scales[-1] -= 40
+    return replace(x, scales13=scales)

@@ -1,0 +1,65 @@
+"""The suite experts: the experts of a layer of DeepSeek-V4-Flash, from weights in MXFP4."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._definitions.experts import GROUP, pack_experts
+from .._ops.fused_moe import fused_moe
+from .measure import Operands
+from .row import CallRow, Suite
+
+LIMIT = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsRow(CallRow):
+    """All experts of a layer, with tokens that choose some of them at random."""
+
+    op = "fused_moe"
+
+    tokens: int
+    k: int = 4096
+    inner: int = 2048
+    experts: int = 256
+    chosen: int = 6
+
+    @property
+    def name(self) -> str:
+        return f"experts of {self.tokens} tokens, {self.chosen} of {self.experts}, MXFP4"
+
+    @property
+    def flops(self) -> float:
+        return 6.0 * self.tokens * self.chosen * self.k * self.inner
+
+    @property
+    def bytes(self) -> float:
+        """Matrices of the experts that are chosen on average, and what is between the products and after them."""
+        touched = self.experts * (1 - (1 - self.chosen / self.experts) ** self.tokens)
+        weights = touched * 3 * self.k * self.inner * (1 / 2 + 1 / GROUP)
+        return weights + 2.0 * self.tokens * (2 * self.k + 2 * self.chosen * (self.k + self.inner))
+
+    def operands(self, key: jax.Array) -> Operands:
+        keys = jax.random.split(key, 6)
+        e, k, n = self.experts, self.k, self.inner
+
+        def packed(i: int, *shape: int) -> Any:
+            codes = jax.random.bits(keys[i], (*shape[:-1], shape[-1] // 2), jnp.uint8)
+            return pack_experts(codes, jnp.full((*shape[:-1], shape[-1] // GROUP), 119, jnp.uint8))  # 2^-8
+
+        choices = jax.vmap(lambda key: jax.random.permutation(key, e)[: self.chosen])
+        return {
+            "x": jax.random.normal(keys[0], (1, self.tokens, k), jnp.bfloat16),
+            "w13": packed(1, e, 2, n, k),
+            "w2": packed(2, e, k, n),
+            "chosen": choices(jax.random.split(keys[3], self.tokens))[None].astype(jnp.int32),
+            "weights": jax.random.uniform(keys[4], (1, self.tokens, self.chosen)),
+        }
+
+    def ours(self, **operands: Any) -> Any:
+        return fused_moe(**operands, limit=LIMIT)
+
+
+SUITE = Suite("experts", "#7f3f5f", tuple(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)))

@@ -1,0 +1,198 @@
+"""Matrices of experts in MXFP4, laid out for products, and what a layer's experts compute with them."""
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check
+from .pytree import public_pytree
+
+Array = jax.Array
+STATIC = {"static": True}
+
+GROUP = 32
+"""numbers of a row that share a scale"""
+TILE, SLAB = 64, 64
+"""rows and columns of a matrix that lie together"""
+CODES, SLAB_BYTES = 2048, 2176
+"""bytes of a slab of a tile: its codes, then also its scales"""
+UNIT = 256
+"""rows and columns of a matrix that is packed are multiples of it"""
+FIELDS = ((6, 15), (3, 12), (0, 14), (9, 13))
+"""where in either half of a word the bits of a code are, of each of four: e e m from here on, and the sign"""
+GREATEST_SCALE = 128
+"""the code of the greatest power of two by which a number becomes bfloat16 without a factor for the matrix: 2"""
+
+
+@public_pytree
+@dataclass(frozen=True)
+class PackedExperts:
+    """The matrices of a layer's experts in MXFP4, as `fused_moe` takes them; `pack_experts` makes them.
+
+    Attributes:
+      data: uint8 `[e, rows / 64, columns / 64, 2176]`: in tiles of 64 rows and slabs of 64 columns, codes and scales.
+      factor: float32 `[e]`, that an expert's matrix is multiplied by: a power of two.
+      gated: whether rows are pairs of a gate and what it lets through.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import pack_experts
+      >>> w = pack_experts(jnp.full((4, 2, 256, 128), 0x22, jnp.uint8), jnp.full((4, 2, 256, 8), 127, jnp.uint8))
+      >>> w.experts, w.rows, w.columns, w.gated, w.data.shape
+      (4, 512, 256, True, (4, 8, 4, 2176))
+    """
+
+    data: Array
+    factor: Array
+    gated: bool = field(metadata=STATIC)
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        return self.data.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """The channels that a product makes; of a gated matrix, gates and what they let through."""
+        return self.data.shape[1] * TILE
+
+    @property
+    def columns(self) -> int:
+        """The channels that a product takes."""
+        return self.data.shape[2] * SLAB
+
+    def unpacked(self) -> Array:
+        """The matrices in float32, `[e, rows, columns]`, gated ones `[e, 2, rows / 2, columns]`: gates first."""
+        words = jax.lax.bitcast_convert_type(
+            self.data[..., :CODES].reshape(*self.data.shape[:3], *_WORDS, 4), jnp.uint32
+        )
+        codes = jnp.stack([_field(words, *field) for field in FIELDS], -2)  # e tile slab | warp g t step | j | half
+        codes = codes.reshape(*codes.shape[:7], 2, 2, 2).transpose(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
+        scales = self.data[..., CODES:].reshape(*self.data.shape[:3], 4, 8, 2, 2).transpose(0, 1, 3, 5, 4, 2, 6)
+        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(1.0, scales.astype(jnp.int32) - 253))
+        e, tiles = codes.shape[:2]
+        x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP)
+        x = (x * scales.reshape(e, tiles, 4, 2, 8, -1, 1)).reshape(e, tiles, 4, 2, 8, self.columns)
+        x = x * self.factor.reshape(-1, 1, 1, 1, 1, 1)
+        if self.gated:
+            return x.transpose(0, 3, 1, 2, 4, 5).reshape(e, 2, self.rows // 2, self.columns)
+        return x.transpose(0, 1, 2, 4, 3, 5).reshape(e, self.rows, self.columns)
+
+
+_WORDS = (4, 8, 4, 4)  # of a slab: of each warp, row of 8, lane of a quad, and 16 of k
+
+
+def _field(words: Array, low: int, sign: int) -> Array:
+    """The codes at these bits of the halves of words, `[…, half]`."""
+    halves = jnp.stack([words, words >> 16], -1)
+    return (halves >> low & 7 | (halves >> sign & 1) << 3).astype(jnp.int32)
+
+
+def _value_of(codes: Array) -> Array:
+    """What codes of e2m1 stand for, in float32."""
+    exponent, odd = codes >> 1 & 3, codes & 1
+    size = jnp.where(exponent == 0, 2 * odd, (2 + odd) << exponent).astype(jnp.float32) / 4
+    return jnp.where(codes >= 8, -size, size)
+
+
+def _in_tiles(rows: Array, gated: bool) -> Array:
+    """Rows of matrices `[e, rows, …]` as tiles have them, `[e, tile, warp, 2, 8, …]`. A thread of a product has a gate
+    and what it lets through, or two neighbouring channels.
+    """
+    e, n, *others = rows.shape
+    if gated:
+        return jnp.moveaxis(rows.reshape(e, 2, n // TILE, 4, 8, *others), 1, 3)
+    return jnp.swapaxes(rows.reshape(e, n // TILE, 4, 8, 2, *others), 3, 4)
+
+
+def pack_experts(codes: Array, scales: Array) -> PackedExperts:
+    """Lays matrices of experts in MXFP4 out for `fused_moe`: once, when a checkpoint is loaded.
+
+    A number below 2^-133 of its expert's greatest scale counts as 0; all others are kept exactly.
+
+    Args:
+      codes: uint8 `[e, rows, columns / 2]`, two of e2m1, the first in the lower bits; or `[e, 2, rows, columns / 2]`
+        for gated products, gates first. e is at most 1024, rows and columns are multiples of 256.
+      scales: float8_e8m0fnu, or uint8 with its bits, `[…, columns / 32]`: a power of two for 32 numbers of a row.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import pack_experts
+      >>> codes, scales = jnp.full((4, 256, 128), 0x22, jnp.uint8), jnp.full((4, 256, 8), 127, jnp.uint8)
+      >>> pack_experts(codes, scales).unpacked()[0, 0, :3].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    op, dims = "pack_experts", {}
+    gated = getattr(codes, "ndim", 3) == 4
+    if gated:
+        dims["gates"] = 2
+    codes = _check.operand(
+        op, "codes", codes, "e gates rows bytes" if gated else "e rows bytes", dims, (jnp.dtype("uint8"),)
+    )
+    rows, columns = dims["rows"], 2 * dims["bytes"]
+    for name, n in (("rows", rows), ("columns", columns)):
+        if n % UNIT or n == 0:
+            raise _check.error(ValueError, op, "codes", codes, f"{name} in multiples of {UNIT}")
+    if scales.dtype == jnp.float8_e8m0fnu:
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    dims["groups"] = columns // GROUP
+    axes = "e gates rows groups" if gated else "e rows groups"
+    scales = _check.operand(op, "scales", scales, axes, dims, (jnp.dtype("uint8"),))
+    data, factor = _packed(codes, scales, gated=gated)
+    return PackedExperts(data, factor, gated)
+
+
+@functools.partial(jax.jit, static_argnames="gated")
+def _packed(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+    """Expert by expert, so that what is between takes no more memory than one of them."""
+    e, columns = codes.shape[0], codes.shape[-1] * 2
+
+    def one(of_expert: tuple[Array, Array]) -> tuple[Array, Array]:
+        return _packed_one(*of_expert, gated)
+
+    return jax.lax.map(one, (codes.reshape(e, -1, columns // 2), scales.reshape(e, -1, columns // GROUP)))
+
+
+def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+    columns = codes.shape[-1] * 2
+    # tile warp upper g | slab step khi t: a byte has the two codes of a pair, in the halves of a word
+    x = _in_tiles(codes[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 4, 2, 4)
+    x = x.transpose(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, columns // SLAB, *_WORDS, 4).astype(jnp.uint32)
+    words = jnp.zeros(x.shape[:-1], jnp.uint32)
+    for j, (low, sign) in enumerate(FIELDS):
+        for half in (0, 1):
+            code = x[..., j] >> 4 * half & 15
+            words |= ((code & 7) << low | code >> 3 << sign) << 16 * half
+    of_codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:2], CODES)
+    # a scale is kept as the exponent of 2^126 times it: raw numbers are 2^-126 of what they stand for
+    greatest = scales.max().astype(jnp.int32)
+    above = jnp.where(greatest == 255, 0, jnp.maximum(greatest - GREATEST_SCALE, 0))
+    kept = jnp.clip(scales.astype(jnp.int32) + 126 - above, 0, 254)
+    kept = jnp.where(scales == 255, 255, kept).astype(jnp.uint8)
+    s = _in_tiles(kept[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 2).transpose(0, 4, 1, 3, 2, 5)
+    data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:2], SLAB_BYTES - CODES)], -1)
+    return data, jnp.ldexp(1.0, above)
+
+
+def of_experts(
+    x: Array, w13: PackedExperts, w2: PackedExperts, chosen: Array, weights: Array, *, limit: float
+) -> Array:
+    """What the experts that tokens x `[b, s, k]` chose add up to, expert by expert, in float32."""
+    tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+
+    def add(y: Array, i: Array) -> tuple[Array, None]:
+        one = functools.partial(jax.tree.map, lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1))
+        gate, up = one(w13).unpacked()[0] @ tokens.T
+        weight = jnp.sum(jnp.where(chosen == i, weights, 0), -1)
+        inner = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weight
+        inner = jnp.where(weight != 0, inner, 0).astype(x.dtype).astype(jnp.float32)
+        return y + (one(w2).unpacked()[0] @ inner).T, None
+
+    y, _ = jax.lax.scan(add, jnp.zeros_like(tokens), jnp.arange(w13.experts))
+    return y.reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,54 @@
+"""The raw call of a layer's experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import library
+from .call import call
+
+MOST_EXPERTS = 1024
+"""that the kernels take"""
+LEAST_TILE = min(v.choices["max_rows"] for v in library.SHIPPED if v.op == "grouped_product")
+"""rows of a tile of the kernel that has the fewest"""
+
+
+def fused_moe(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    w13: jax.Array,
+    factor13: jax.Array,
+    w2: jax.Array,
+    factor2: jax.Array,
+    *,
+    inner: int,
+    limit: float,
+    format: str,
+) -> tuple[jax.Array, jax.Array]:
+    """What each chosen expert makes of its tokens: `[rows, k]` in x's dtype, rows by expert; and int32 `[b, s_q,
+    n_chosen]`, the row of each choice, -1 where its expert is not below `groups`.
+
+    Args:
+      x: `[b, s_q, k]`, bfloat16.
+      chosen: int32 `[b, s_q, n_chosen]`, any numbers.
+      weights: float32 `[b, s_q, n_chosen]`, that the channels inside of an expert are multiplied by.
+      w13, w2: uint8 `[groups, tiles, slabs, slab_bytes]`, as `_definitions.experts` lays matrices out.
+      factor13, factor2: float32 `[groups]`, that the matrices are multiplied by.
+      inner: channels inside of an expert. It and k are multiples of 256.
+      limit: of a gate, and of the size of what it lets through.
+      format: "mxfp4".
+    """
+    rows, groups = chosen.size, w13.shape[0]
+    results = (
+        jax.ShapeDtypeStruct((rows, x.shape[2]), x.dtype),
+        jax.ShapeDtypeStruct(chosen.shape, jnp.int32),
+        jax.ShapeDtypeStruct((rows, inner), x.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((groups + rows // LEAST_TILE, 4), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    operands = (x, chosen, weights, w13, factor13, w2, factor2)
+    y, places, *_ = call("fused_moe", results, *operands, limit=np.float32(limit), format=format)
+    return y, places

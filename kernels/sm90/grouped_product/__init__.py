@@ -1,0 +1,1 @@
+"""Products of rows, sorted into groups, with each group's matrix: the experts of a layer, with packed weights."""

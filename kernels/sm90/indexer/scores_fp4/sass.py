@@ -1,0 +1,12 @@
+"""The products of `indexer_scores_fp4_sm90`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ....abi import IndexerScores
+from ....sass import Products
+
+
+def products(variant: IndexerScores, facts: Mapping[str, Any]) -> Products:
+    """Of the 128 numbers of a key; a product's k is 32 bytes."""
+    return {"QGMMA": 4} if variant.dtype == "float8_e4m3fn" else {"HGMMA": 8}

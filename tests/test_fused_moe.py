@@ -1,0 +1,177 @@
+"""A layer's experts from weights in MXFP4: the definition, packing, errors, transformations, and kernels on a GPU."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from interpreter.kernels import native
+from interpreter.kernels.fused_moe import BF16, LIMIT, Problem, numbers, of_large_scales
+from jax_dsv4_fmha import EXPORT_CHECKS, PackedExperts, explain, fused_moe, pack_experts
+from kernels.abi import GroupedProduct
+
+
+def operands(x, dtype=jnp.bfloat16):
+    return jnp.asarray(x.x, dtype)[None], *x.packed, jnp.asarray(x.chosen)[None], jnp.asarray(x.weights)[None]
+
+
+def wanted(x, round_inner=True):
+    """float64 [tokens, k], with the channels inside of experts rounded as they are in memory."""
+    y, n_chosen = np.zeros(x.x.shape), x.chosen.shape[1]
+    for e, choices in x.rows().items():
+        for choice in choices:
+            inner = x.inner_of(choice)
+            inner = inner.astype(BF16).astype(np.float64) if round_inner else inner
+            y[choice // n_chosen] += numbers(x.codes2[e], x.scales2[e]) @ inner
+    return y
+
+
+def off(y, want):
+    return np.abs(np.asarray(y[0], np.float64) - want).max() / np.abs(want).max()
+
+
+@pytest.mark.parametrize("change", [lambda x: x, of_large_scales], ids=["usual scales", "large and small scales"])
+def test_packing_keeps_all_numbers(change):
+    x = change(Problem.of([1, 0, 3], k=512))
+    for packed, codes, scales in zip(x.packed, (x.codes13, x.codes2), (x.scales13, x.scales2), strict=True):
+        assert packed.data.nbytes == codes.size * 17 // 32
+        np.testing.assert_array_equal(np.asarray(packed.unpacked()), numbers(codes, scales))
+
+
+def test_a_scale_that_is_not_a_number_stays_one():
+    x = Problem.of([1])
+    x.scales2[0, 3, 2] = 255
+    assert not np.isfinite(np.asarray(x.packed[1].unpacked())[0, 3, 64:96]).any()
+
+
+def test_definition():
+    x = Problem.of([1, 0, 9, 20])
+    assert off(fused_moe(*operands(x), limit=LIMIT), wanted(x)) < 2**-7
+    assert off(fused_moe(*operands(x, jnp.float32), limit=LIMIT), wanted(x, round_inner=False)) < 1e-5
+
+
+def test_without_a_limit():
+    x = Problem.of([2, 3], scale=119)
+    args = operands(x, jnp.float32)
+    np.testing.assert_array_equal(fused_moe(*args), fused_moe(*args, limit=1e30))
+    assert (np.asarray(fused_moe(*args)) != np.asarray(fused_moe(*args, limit=0.1))).any()
+
+
+def test_experts_of_two_devices_add_up():
+    """In a shard_map each device has some experts, and their numbers from 0 on."""
+    x = Problem.of([3, 4])
+    given, w13, w2, chosen, weights = operands(x, jnp.float32)
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def of_device(given, w13, w2, chosen, weights):
+        w13, w2 = (replace(w, data=w.data, factor=w.factor) for w in (w13, w2))
+        first = jax.lax.axis_index("expert") * w13.experts
+        return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
+
+    spec = P("expert")
+    run = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), spec, spec, P(), P()), out_specs=P())
+    text = jax.jit(run).lower(given, w13, w2, chosen, weights).compile().as_text()
+    assert "all-gather" not in text
+    y = jax.jit(run)(given, w13, w2, chosen, weights)
+    assert off(y, wanted(x, round_inner=False)) < 1e-5
+
+
+def test_transformations():
+    x = Problem.of([2, 5])
+    args = operands(x, jnp.float32)
+    run = functools.partial(fused_moe, limit=LIMIT)
+    y = run(*args)
+    np.testing.assert_allclose(jax.jit(run)(*args), y, rtol=1e-5, atol=1e-4)
+    both = jax.vmap(run, (0, None, None, 0, 0))(
+        *(jnp.stack([a, a]) if i in (0, 3, 4) else a for i, a in enumerate(args))
+    )
+    np.testing.assert_allclose(both[1], y, rtol=1e-5, atol=1e-4)
+    loss = lambda given, weights: run(given, *args[1:4], weights, implementation="reference").sum()  # noqa: E731
+    of_x, of_weights = jax.grad(loss, (0, 1))(args[0], args[4])
+    assert np.isfinite(of_x).all() and np.abs(of_weights).max() > 0
+
+
+def test_a_kernel_has_no_gradient():
+    args = operands(Problem.of([2, 5]))
+    with pytest.raises(NotImplementedError, match="implementation='reference'"):
+        jax.grad(lambda given: fused_moe(given, *args[1:]).astype(jnp.float32).sum())(args[0])
+
+
+@pytest.mark.skipif(not native.built(GroupedProduct), reason="without kernels")
+def test_the_call_is_exported():
+    args = operands(Problem.of([1, 2]))
+    (decision,) = explain(fused_moe, *args)
+    assert "group_rows and grouped_product" in decision.reason
+    exported = jax.export.export(jax.jit(fused_moe), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args)
+    assert "dsv4_fmha_fused_moe" in exported.mlir_module()
+
+
+def test_errors():
+    x = Problem.of([2, 5])
+    given, w13, w2, chosen, weights = operands(x)
+    cases = [
+        ((given, w2, w2, chosen, weights), "w13: got a plain matrix, wanted a gated one"),
+        ((given, w13, w13, chosen, weights), "w2: got a gated matrix, wanted a plain one"),
+        ((given, w13, x.codes2, chosen, weights), "w2: got .*PackedExperts"),
+        ((given[..., :128], w13, w2, chosen, weights), "w13: got 256 columns, wanted k=128"),
+        ((given, w13, jax.tree.map(lambda a: a[:1], w2), chosen, weights), "w2: got 1 experts of 256 x 256"),
+        ((given, w13, w2, chosen[0], weights), "chosen"),
+        ((given, w13, w2, chosen.astype(jnp.float32), weights), "chosen"),
+        ((given, w13, w2, chosen, weights[..., :1]), "weights"),
+        ((given.astype(jnp.float16), w13, w2, chosen, weights), "x"),
+    ]
+    for args, says in cases:
+        with pytest.raises((ValueError, TypeError), match=says):
+            fused_moe(*args)
+    for limit in (0, -1.0, float("nan"), "3"):
+        with pytest.raises((ValueError, TypeError), match="limit"):
+            fused_moe(given, w13, w2, chosen, weights, limit=limit)
+
+
+def test_errors_of_packing():
+    codes, scales = jnp.zeros((2, 256, 128), jnp.uint8), jnp.zeros((2, 256, 8), jnp.uint8)
+    cases = [
+        ((codes[:, :64], scales[:, :64]), "rows in multiples of 256"),
+        ((codes[..., :64], scales[..., :4]), "columns in multiples of 256"),
+        ((codes, scales[..., :4]), "scales"),
+        ((codes.astype(jnp.int32), scales), "codes"),
+        ((codes, scales.astype(jnp.float32)), "scales"),
+        ((codes[:, None], scales[:, None]), "codes"),
+    ]
+    for args, says in cases:
+        with pytest.raises((ValueError, TypeError), match=says):
+            pack_experts(*args)
+
+
+def test_packed_experts_are_a_pytree():
+    w13, _ = Problem.of([1, 1, 1]).packed
+    one = jax.tree.map(lambda a: a[1:2], w13)
+    assert isinstance(one, PackedExperts) and one.experts == 1
+    np.testing.assert_array_equal(one.unpacked()[0], w13.unpacked()[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90]], ids=["few rows", "many rows"])
+def test_kernel(rows):
+    x = Problem.of(rows, k=512, inner=256)
+    run = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))
+    y = run(*operands(x))
+    assert off(y, wanted(x)) < 2**-6
+    assert off(y, wanted(x)) < 1.5 * off(fused_moe(*operands(x), limit=LIMIT, implementation="reference"), wanted(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_a_token_has_the_same_bits_in_any_batch():
+    x = Problem.of([40, 3, 300, 60], k=256)
+    given, w13, w2, chosen, weights = operands(x)
+    run = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))
+    whole = np.asarray(run(given, w13, w2, chosen, weights).view(jnp.uint16))
+    for part in (slice(0, 1), slice(5, 9), slice(100, 164)):
+        y = run(given[:, part], w13, w2, chosen[:, part], weights[:, part])
+        np.testing.assert_array_equal(np.asarray(y.view(jnp.uint16)), whole[:, part])

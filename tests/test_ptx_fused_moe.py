@@ -1,0 +1,207 @@
+"""The kernels of a layer's experts, interpreted: right answers, the same bits in any company, and planted faults."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from interpreter import edits
+from interpreter.faults import PlantedFault
+from interpreter.kernels import native
+from interpreter.kernels.fused_moe import (
+    Problem,
+    judge,
+    judge_sort,
+    listed,
+    of_large_scales,
+    product,
+    sort,
+    typical,
+)
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import Fault, Misuse, Race, Undefined
+from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
+
+BUILT = {v.key: v for v in native.built(GroupedProduct)}
+SORT = next(iter(native.built(GroupRows)), None)
+
+needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
+
+
+@pytest.mark.parametrize("key", BUILT)
+def test_is_right(key):
+    x = typical(BUILT[key])
+    judge(BUILT[key], x, product(BUILT[key], x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+def test_scales_above_2_are_a_factor_of_the_matrix(gated):
+    x = of_large_scales(Problem.of([1, 3, 2]))
+    x = replace(x, scales2=x.scales2 + np.uint8(10))
+    judge(of(gated), x, product(of(gated), x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("few", [True, False])
+def test_a_row_has_the_same_bits_in_any_company(gated, few):
+    """Alone, among others, and in another place of a tile."""
+    variant = of(gated, few)
+    whole = Problem.of([5, 12 if few else 40])
+    want = dict(zip(listed(whole), product(variant, whole), strict=True))
+    alone = whole.chosen.copy().ravel()
+    kept = [choice for choice in listed(whole) if alone[choice] == 1][3:5]
+    alone[[i for i in range(len(alone)) if i not in kept]] = -1
+    part = replace(whole, chosen=alone.reshape(whole.chosen.shape))
+    if gated:  # the other product's rows are given by their places
+        for choice, row in zip(listed(part), product(variant, part), strict=True):
+            assert row.tobytes() == want[choice].tobytes()
+
+
+@needs_kernels
+@pytest.mark.parametrize("few", [True, False])
+def test_what_is_not_a_number_stays_in_its_row(few):
+    """In the gate alone, in what it lets through alone, and in all of a token; other tokens have what they had."""
+    variant, x = of(True, few), Problem.of([5, 3])
+    usual, token = product(variant, x), listed(x)[2] // x.chosen.shape[1]
+    x.x[token, 7] = np.nan
+    made = product(variant, x).astype(np.float32)
+    hit = np.array([choice // x.chosen.shape[1] == token for choice in listed(x)])
+    assert np.isnan(made[hit]).all() and (made[~hit] == usual[~hit].astype(np.float32)).all()
+    for half in (0, 1):
+        x = Problem.of([5, 3])
+        x.scales13[1, half, 40] = 255
+        made = product(variant, x).astype(np.float32)
+        rows = np.array([x.chosen.ravel()[choice] == 1 for choice in listed(x)])
+        assert not np.isfinite(made[rows, 40]).any() or half == 0
+        assert (np.delete(made, 40, 1) == np.delete(usual.astype(np.float32), 40, 1)).all()
+
+
+def of(gated, few=True):
+    return next(v for v in BUILT.values() if v.gated == gated and (v.max_rows == FEW_ROWS) == few)
+
+
+@pytest.mark.skipif(SORT is None, reason="without kernels")
+@pytest.mark.parametrize("tile", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("rows", [[1], [0, 0, 3], [40, 0, 130, 1, 0, 16], [700, 0, 333]])
+def test_sort(rows, tile):
+    x = Problem.of(rows)
+    judge_sort(x, tile, sort(SORT, x, tile))
+
+
+def test_the_launch_refuses():
+    sizes = Problem.of([1]).sizes
+    changes = (
+        ({"k": 320}, "a multiple of 256"),
+        ({"experts": 2000}, "groups is 2000"),
+        ({"tiles2": 3}, "tiles2 is 3, wanted 4"),
+        ({"tokens": 2**30, "chosen": 4}, "b \\* s_q \\* n_chosen"),
+        ({"inner": 0}, "n is 0"),
+    )
+    for changed, says in changes:
+        with pytest.raises(ValueError, match=says):
+            native.plan_grouped_product(sizes | changed, True, 1.0, tile_m=16, tile_n=64, processors=2)
+
+
+FEW, MANY = (f"grouped_product_sm_90a_bfloat16_mxfp4{what}" for what in ("_gated_r16", ""))
+
+
+def fault(name, kernel, raises, says, edit=None, **parameters):
+    return PlantedFault(name, kernel, raises, says, edit, parameters=parameters)
+
+
+def swapped(a, b):
+    """Two constants change places."""
+    return edits.replacing((a, "\0"), (b, a), ("\0", b))
+
+
+def without(pattern, which=slice(None)):
+    return lambda text: edits.drop(text, pattern, which)
+
+
+def to(pattern, becomes, which=slice(None)):
+    return lambda text: edits.replace(text, pattern, becomes, which)
+
+
+def ring(which):
+    """The offsets of the mbarriers of a ring that say that a stage is full, or empty."""
+
+    def offsets(text):
+        made = edits.barriers(text)
+        return set(made[: len(made) // 2] if which == "full" else made[len(made) // 2 :])
+
+    return offsets
+
+
+def without_waits(which, chosen=slice(None)):
+    return lambda text: edits.drop_waits(text, ring(which)(text), chosen)
+
+
+FAULTS = [
+    fault("scales of the other 32 of k", FEW, Wrong, "channels of row", swapped(" 9220;", " 13332;")),
+    fault("scales of the row of 8 after", MANY, Wrong, "channels of row", to(r" 9220;", " 8260;")),
+    fault(
+        "pairs exchanged in a word",
+        FEW,
+        Wrong,
+        "channels of row",
+        to(r"(shl\.b32\s+%r\d+, %r\d+), 6;", lambda m: f"{m[1]}, 3;"),
+    ),
+    fault("a sign of the number beside", FEW, Wrong, "channels of row", to(r" -2147450880;", " 1073758208;")),
+    fault("rows of the expert after", FEW, Wrong, "channels of row", list=lambda at: at + 4),
+    fault("the matrix of the expert after", FEW, Wrong, "channels of row", w=lambda at: at + 8 * 16 * 2176),
+    fault("factors of the expert after", FEW, Wrong, "channels of row", factor=lambda at: at + 4),
+    fault("another token", FEW, Wrong, "channels of row", per_row=lambda n: n + 1),
+    fault("weights of the row after", FEW, Wrong, "channels of row", weights=lambda at: at + 4),
+    fault("limits", FEW, Wrong, "channels of row", limit=lambda x: x / 2),
+    fault("all of k but a stage", FEW, Wrong, "channels of row", slabs=lambda n: n - 4),
+    fault("a row of x too few", MANY, (Wrong, Undefined), "channels of row|nobody wrote", k=lambda n: n - 8),
+    fault("nobody waits for a stage", FEW, (Race, Undefined), "reads", without_waits("full", slice(0, 1))),
+    fault("nobody waits for a stage", MANY, (Race, Undefined), "reads|nobody", without_waits("full", slice(0, 1))),
+    fault("a stage is filled while it is read", FEW, (Race, Misuse), "writes|an arrival too", without_waits("empty")),
+    fault(
+        *("zeros are not there for bulk copies", FEW, Race, "writes"),
+        to(r"fence\.proxy\.async\.shared::cta;", "", slice(0, 1)),
+    ),
+    fault("rows of x by another proxy", MANY, Race, "fence", to(r"fence\.proxy\.async\.shared::cta;", "")),
+    fault("sums are read while products run", MANY, Race, "register", without(r"wgmma\.wait_group\.sync\.aligned\s+0")),
+]
+
+CASES = {FEW: lambda: of_large_scales(Problem.of([1, 4, 2, 0], k=1024)), MANY: lambda: Problem.of([3, 0, 33], k=512)}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("planted", FAULTS, ids=str)
+def test_a_fault_is_found(planted):
+    variant = BUILT.get(planted.kernel)
+    if variant is None:
+        pytest.skip("not built")
+    x = CASES[planted.kernel]()
+
+    def run(planted, seed):
+        judge(variant, x, product(variant, x, seed=seed, edit=planted.planted_in, **planted.parameters))
+
+    found = planted.findings(run, (0, 1))
+    assert all(planted.symptoms_of(error) for error in found), found
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(SORT is None, reason="without kernels")
+@pytest.mark.parametrize(
+    ("edit", "changed", "raises"),
+    [
+        (to(r"bar\.sync\s+0;", "", slice(0, 1)), {}, Race),
+        (to(r"bar\.sync\s+0;", "", slice(1, 2)), {}, Race),
+        (to(r"bar\.sync\s+0;", "", slice(2, 3)), {}, (Race, Undefined)),
+        (to(r"bar\.sync\s+0;", "", slice(3, 4)), {}, (Race, Wrong)),
+        (str, {"groups": lambda n: n - 1}, Wrong),
+        (str, {"tile": lambda n: n + 1}, Wrong),
+        (str, {"rows": lambda n: n - 2}, (Wrong, Fault)),
+    ],
+    ids=["counts at 0", "all are counted", "sums of warps", "places begin", "a group less", "larger tiles", "rows"],
+)
+def test_a_fault_of_the_sort_is_found(edit, changed, raises):
+    x = Problem.of([40, 0, 130, 1, 20])
+    with pytest.raises(raises):
+        judge_sort(x, FEW_ROWS, sort(SORT, x, FEW_ROWS, edit=edit, **changed))

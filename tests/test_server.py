@@ -1,0 +1,446 @@
+"""examples/serving: a server that lasts. Its host work and memory do not grow, and what a request does is its own."""
+
+import gc
+import re
+import statistics
+import sys
+import time
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples.serving import Pages, Request, Server, TooLong, checked_tokens
+from examples.serving.lookup import SLOTS, Lookup
+from examples.serving.sampling import choose
+
+from .counting_model import LOGIT, VOCABULARY, Counting, assert_right, counting, server
+
+
+def done(serving, *requests):
+    """Serves these, and what else there is, to the end."""
+    for request in requests:
+        serving.submit(request)
+    ended = []
+    while not serving.is_idle:
+        ended += serving.work()
+    return ended
+
+
+def assert_empty(serving):
+    spare = serving.pages.needed(len(serving.beginning))
+    assert len(serving.pages.free) == len(serving.pages.owners) - spare == len(set(serving.pages.free))
+    assert serving.pages.owners.sum() == serving.pages.counts.sum() == spare
+    assert not any(serving.places) and not any(serving.lookups) and not serving.count.any() and not serving.cached.any()
+
+
+@pytest.mark.parametrize(
+    "speculate, beginning",
+    [(0, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((3, 0), (2, 20)))],
+)
+def test_ten_thousand_requests(speculate, beginning):
+    """A call takes as long, and the server as much memory, after ten thousand as after one; and all are right."""
+    rng = np.random.default_rng(0)
+    alike = counting(3, beginning)
+    serving = server(places=128, pages=600, beginning=alike, speculate=speculate)
+    serving.compile()
+    times, sizes = [], []
+    for thousand in range(10):
+        if thousand == 8:
+            tracemalloc.start()  # which makes calls slower
+        requests = []
+        for _ in range(1000):
+            n, first = int(rng.integers(1, 24)), 3 if beginning else int(rng.integers(VOCABULARY))
+            wanted = int(rng.integers(1, 6))
+            requests.append(Request(counting(first, beginning + n), wanted, float(rng.integers(2))))
+            serving.submit(requests[-1])
+        own = []
+        while not serving.is_idle:
+            began = time.thread_time()
+            serving.work()
+            own.append(time.thread_time() - began)
+        for request in requests:
+            assert_right(request)
+            assert len(request.said) == request.wanted
+        del requests, request
+        gc.collect()
+        times.append(statistics.median(own))
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert_empty(serving)
+    assert min(times[5:8]) < 3 * min(times[1:4]), times
+    assert sizes[9] < sizes[8] + 20_000, sizes  # twenty bytes for each request
+
+
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_a_step_is_as_long_whatever_contexts_are(speculate):
+    """After 60 000 tokens the host calls as many functions in a step as after 600, and makes arrays as large."""
+
+    def work(length):
+        """Calls of functions in ten steps, and the most bytes that one takes for a time."""
+        serving = server(places=4, room=length + 200, chunk=8192, page=128, speculate=speculate)
+        requests = [Request(counting(i, length), 100) for i in range(4)]
+        for request in requests:
+            serving.submit(request)
+        while any(len(request.said) < 10 for request in requests):
+            serving.work()
+        calls = 0
+
+        def count(frame, event, what):
+            nonlocal calls
+            calls += event.endswith("call")
+
+        sys.setprofile(count)
+        try:
+            for _ in range(10):
+                serving.work()
+        finally:
+            sys.setprofile(None)
+        tracemalloc.start()
+        serving.work()
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        serving.work()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return calls, peak - before
+
+    (few, small), (many, large) = work(600), work(60_000)
+    assert many < 1.2 * few and large < small + 30_000, (few, many, small, large)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_nobody_drafts_another_s_text(speculate):
+    """A request that goes on as another has gone on has no drafts; one that repeats itself has."""
+    serving = server(room=256, speculate=speculate)
+    done(serving, Request(counting(0, 30), 40))
+    done(serving, *(Request(counting(i, 20), 20) for i in range(4)))
+    assert serving.drafted == 0
+    done(serving, request := Request(counting(0, VOCABULARY + 20), 20))
+    assert_right(request)
+    assert (serving.drafted > 0) == bool(speculate) and serving.drafted == serving.accepted
+
+
+def test_lookup():
+    """Drafts are what came after the same three tokens, or two, the last time; the table does not grow."""
+
+    def found(tokens, count):
+        lookup = Lookup()
+        lookup.extend(tokens)
+        return lookup.drafts(count).tolist()
+
+    assert found([1, 2, 3, 4, 9, 1, 2, 3], 3) == [4, 9, 1]
+    assert found([7, 2, 3, 4, 9, 1, 2, 3], 2) == [4, 9]
+    assert found([1, 2, 8, 1, 2, 7, 1, 2], 1) == [7]
+    assert found([5, 6, 7], 4) == found([5], 4) == found([], 4) == found([1, 2, 3, 1, 2, 3, 1], 0) == []
+    lookup, tokens = Lookup(), np.random.default_rng(0).integers(0, 50, 3 * SLOTS).tolist()
+    followers, found = {}, 0
+    for at, token in enumerate(tokens):
+        if at % 50 == 0 and (drafts := lookup.drafts(1)):
+            assert drafts[0] in followers[tuple(tokens[at - 2 : at])]
+            found += 1
+        followers.setdefault(tuple(tokens[max(at - 2, 0) : at]), set()).add(token)
+        lookup.extend([token])
+    assert found > 500 and len(lookup.after_two) == len(lookup.after_three) == SLOTS
+
+
+def test_an_exception_is_its_request_s_own():
+    """Of three requests, one whose listener raises ends with that; the others, and later ones, say all."""
+    serving = server()
+
+    def raises(token):
+        if token == 4:
+            raise RuntimeError("nobody listens")
+
+    requests = [Request(counting(i, 3), 6, heard=raises if i == 0 else lambda token: None) for i in range(3)]
+    assert set(done(serving, *requests)) == set(requests)
+    assert str(requests[0].error) == "nobody listens" and requests[0].said == [3, 4]
+    for request in (*requests[1:], *done(serving, Request(counting(7, 2), 3))):
+        assert_right(request)
+        assert request.error is None and len(request.said) == request.wanted
+    assert_empty(serving)
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ({"wanted": 0}, "wanted: got 0, wanted an integer from 1 to"),
+        ({"wanted": 2.0}, r"wanted: got 2\.0, wanted an integer"),
+        ({"wanted": True}, "wanted: got True, wanted an integer"),
+        ({"temperature": float("nan")}, "temperature: got nan, wanted a number from 0 to 2"),
+        ({"temperature": -1}, "temperature: got -1, wanted"),
+        ({"temperature": 10**400}, "temperature: got a number of many digits, wanted"),
+        ({"temperature": float("inf")}, "temperature: got inf, wanted"),
+        ({"temperature": "1"}, "temperature: got '1', wanted"),
+        ({"top_p": 0}, "top_p: got 0, wanted more"),
+        ({"top_p": 1.5}, r"top_p: got 1\.5, wanted a number from 0 to 1"),
+        ({"seed": 2**63}, "seed: got 9223372036854775808, wanted an integer from"),
+        ({"seed": 0.5}, "seed: got 0.5, wanted"),
+        ({"end": [1, "2"]}, "end: got '2', wanted an integer"),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_request_have_ranges(what, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**{"prompt": counting(0, 3), "wanted": 1, **what})
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        ([], "got no tokens, wanted at least one"),
+        ([1, VOCABULARY], r"got 97 as token number 1, wanted integers from 0 to 96"),
+        ([-1], "got -1 as token number 0"),
+        ([1.0, 2.0], r"got \[1.0, 2.0\], wanted one line of integers"),
+        (np.array([0.5]), r"got float64\[1\], wanted one line"),
+        ([2**32 + 1], "got 4294967297 as token number 0"),
+        ([2**80], "wanted one line of integers"),
+        ([[1], [2]], r"got \[\[1\], \[2\]\], wanted one line"),
+        ([[1], [2, 3]], "wanted one line"),
+        ([True, False], "wanted one line"),
+        (5, "wanted one line"),
+    ],
+    ids=str,
+)
+def test_tokens_from_outside(tokens, message):
+    """Whatever is no token of the vocabulary is refused, not rounded, cut or wrapped, when it is submitted, too."""
+    with pytest.raises(ValueError, match=f"^here: .*{message}"):
+        checked_tokens("here", tokens, VOCABULARY)
+    with pytest.raises(ValueError, match=f"^prompt: .*{message}"):
+        server().submit(Request(tokens, 1))
+    assert checked_tokens("here", np.array([0, 96], np.uint64), VOCABULARY).dtype == np.int32
+
+
+def test_numbers_are_looked_at_again():
+    """A request that was changed after it was made is refused, and does not come to the server."""
+    serving, request = server(), Request(counting(0, 3), 4)
+    request.temperature = 10**400
+    with pytest.raises(ValueError, match="temperature: got a number of many digits"):
+        serving.submit(request)
+    assert serving.is_idle
+
+
+def test_what_never_fits():
+    serving = server(places=2, room=64, page=16, pages=3, beginning=counting(0, 16))
+    with pytest.raises(
+        TooLong, match="a request of 60 tokens, 10 to be said, for which 3 pages of 16 and a room of 64"
+    ):
+        serving.submit(Request(counting(0, 50), 10))
+    with pytest.raises(ValueError, match="prompt: it does not go on from the 16 tokens"):
+        serving.submit(Request(counting(1, 20), 10))
+    with pytest.raises(ValueError, match="prompt: it does not go on from the 16 tokens"):
+        serving.submit(Request(counting(0, 16), 10))
+    with pytest.raises(TooLong):
+        server(places=2, room=60, page=16).submit(Request(counting(0, 3), 58))  # though its pages have room for it
+    done(serving, request := Request(counting(0, 17), 31))
+    assert_right(request)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"places": 0}, "places: got 0, wanted an integer of at least 1"),
+        ({"chunk": 0}, "chunk: got 0"),
+        ({"page": -8}, "page: got -8"),
+        ({"pages": 0}, "pages: got 0"),
+        ({"room": 1.5}, "room: got 1.5"),
+        ({"speculate": -1}, "speculate: got -1, wanted an integer of at least 0"),
+        ({"beginning": counting(0, 64)}, "beginning: got 64 tokens, wanted fewer than 64"),
+        ({"beginning": [99] * 8}, "beginning: got 99 as token number 0"),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_server(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        server(**{"pages": 8, **sizes})
+
+
+def test_any_of_several_ends():
+    serving = server()
+    one, other, neither, by_number = (
+        Request(counting(first, 3), 9, end=end) for first, end in ((0, {4, 44}), (40, [4, 44]), (20, (4, 44)), (7, 11))
+    )
+    done(serving, one, other, neither, by_number)
+    assert (one.said, other.said, by_number.said) == ([3, 4], [43, 44], [10, 11])
+    assert len(neither.said) == 9
+
+
+def test_who_says_does_not_wait_until_others_have_read():
+    """A prompt of 20 chunks: between them others say a token each."""
+    serving = server(room=256)
+    serving.submit(short := Request(counting(0, 3), 100))
+    while len(short.said) < 5:
+        serving.work()
+    serving.submit(long := Request(counting(1, 160), 1))
+    said = len(short.said)
+    while not long.said:
+        serving.work()
+    assert len(short.said) - said >= 18
+    done(serving)
+    assert_right(short)
+
+
+def test_who_is_forgotten():
+    """One that is served, and ones that wait, at the head and elsewhere: nobody waits for them or hears of them."""
+    serving = server(places=1)
+    heard = []
+    requests = [Request(counting(i, 3), 5, heard=lambda token, i=i: heard.append(i)) for i in range(5)]
+    for request in requests:
+        serving.submit(request)
+    for _ in range(3):
+        serving.work()
+    for i in (0, 1, 3):
+        serving.forget(requests[i])
+    count = heard.count(0)
+    serving.work()
+    assert list(serving.waiting) == [requests[4]]
+    assert set(done(serving)) == {requests[2], requests[4]}
+    assert heard.count(0) == count and 1 not in heard and 3 not in heard
+    assert_empty(serving)
+
+
+def test_chance_is_a_request_s_own():
+    """With a seed a request says the same alone, beside others, and with drafts; with another seed, something else."""
+
+    class Even(Counting):
+        def steps(self, *operands):
+            logits, caches = super().steps(*operands)
+            return logits / LOGIT, caches
+
+    def said(places, speculate, seed, others=0):
+        serving = Server(Even(), {}, jnp.float32, places, 64, 8, 8, 8 * places, speculate=speculate)
+        mine = Request(counting(5, 9), 30, 1.0, seed=seed)
+        done(serving, *(Request(counting(i, 3 + i), 20, 0.7) for i in range(others)), mine)
+        return mine.said
+
+    want = said(1, 0, 7)
+    assert said(3, 0, 7, others=5) == said(2, 3, 7, others=2) == want
+    assert said(1, 0, 8) != want and len(set(want)) > 10
+    same, other = (Request(counting(0, 3), 20, 1.0) for _ in range(2))
+    done(Server(Even(), {}, jnp.float32, 2, 64, 8, 8, 16), same, other)
+    assert same.said != other.said  # without seeds
+
+
+def test_choose():
+    """By the probabilities of a softmax with the temperature; among the likeliest alone with top_p."""
+    b, p = 20_000, np.array([0.5, 0.3, 0.15, 0.05])
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (b, 1, 4))
+
+    def shares(temperature, top_p):
+        numbers = (jnp.full(b, x, jnp.float32) for x in (temperature, top_p))
+        chosen = jax.jit(choose)(logits, jnp.full((b, 1), 3), *numbers, jnp.arange(b, dtype=jnp.uint32))
+        return np.bincount(np.asarray(chosen)[:, 0], minlength=4) / b
+
+    for temperature, top_p, want in (
+        (1, 1, p), (0, 1, [1, 0, 0, 0]), (1e-30, 1, [1, 0, 0, 0]), (2, 1, p**0.5 / (p**0.5).sum()),
+        (1, 0.8, [0.625, 0.375, 0, 0]), (1, 0.81, p * [1, 1, 1, 0] / 0.95), (1, 0.01, [1, 0, 0, 0]),
+    ):  # fmt: skip
+        np.testing.assert_allclose(shares(temperature, top_p), want, atol=0.015)
+    mixed = jax.jit(choose)(
+        logits[:3], jnp.zeros((3, 1)), jnp.array([0.0, 2.0, 0.0]), jnp.array([0.1, 0.3, 1.0]), jnp.zeros(3, jnp.uint32)
+    )
+    assert mixed[0] == mixed[2] == 0
+
+
+def test_pages():
+    """Whoever has pages, has as many as its tokens need; nobody else has them, unless they are shared."""
+    rng, pages = np.random.default_rng(0), Pages(6, 64, 8, 20)
+    for _ in range(2000):
+        place, tokens = int(rng.integers(6)), int(rng.integers(1, 65))
+        if rng.random() < 0.3:
+            pages.leave(place)
+        elif pages.counts[place] == 0 and rng.random() < 0.3:
+            pages.share(int(rng.integers(6)), place)
+        else:
+            more, free = max(pages.needed(tokens) - int(pages.counts[place]), 0), len(pages.free)
+            assert pages.grow(place, tokens) == (more <= free)
+        there = [row[row >= 0].tolist() for row in pages.table]
+        assert [len(x) for x in there] == pages.counts.tolist()
+        assert np.bincount(np.concatenate(there).astype(int), minlength=20).tolist() == pages.owners.tolist()
+        assert sorted(pages.free) == np.flatnonzero(pages.owners == 0).tolist()
+        assert (pages.room == 8 * pages.counts).all()
+    start = np.array([0, 7, 8, 60, 63, 20])
+    for n in (1, 2, 9, 17):
+        found = pages.holding(start, n)
+        for i, at in enumerate(start):
+            for t in range(at, at + n):
+                want = pages.table[i, t // 8] if t // 8 < 8 else -1
+                assert found[i, t // 8 - at // 8] == want
+
+
+@pytest.mark.parametrize("beginning", [0, 20])
+def test_nothing_is_compiled_after_compile(beginning):
+    said = []
+    serving = server(beginning=counting(0, beginning), progress=said.append)
+    serving.compile()
+    assert [line for line in said if line.startswith("compiling")] == [
+        "compiling the program for chunks of 8 tokens", "compiling the program for steps of 1 token",
+    ]  # fmt: skip
+    assert sum(bool(re.fullmatch(r"compiled it in \d+\.\d s", line)) for line in said) == 2
+    assert ("reading the 16 tokens with which all requests begin" in said) == bool(beginning)
+    count, programs = len(said), (serving._read, serving._say, *[serving._begin] * bool(beginning))
+    assert [f._cache_size() for f in programs] == [1] * len(programs)
+    done(serving, *(Request(counting(0, 21 + i), 9) for i in range(9)))
+    assert [f._cache_size() for f in programs] == [1] * len(programs) and len(said) == count
+
+
+def random_run(seed):
+    """Requests of all kinds over few pages, some of which are forgotten: all are right, and all pages are free."""
+    rng = np.random.default_rng(seed)
+    page, room = int(rng.choice([4, 8, 16])), int(rng.integers(20, 90))
+    alike = counting(11, int(rng.integers(0, 12)) if rng.random() < 0.5 else 0)
+    least = -(-room // page)
+    serving = server(
+        places=int(rng.integers(1, 6)), room=room, chunk=int(rng.integers(1, 20)), page=page,
+        pages=int(rng.integers(least, 3 * least)), beginning=alike, speculate=int(rng.integers(0, 4)), seed=seed,
+    )  # fmt: skip
+    requests = []
+    for _ in range(int(rng.integers(1, 25))):
+        n = int(rng.integers(1, room - len(alike)))
+        request = Request(
+            counting(11 if len(alike) else int(rng.integers(VOCABULARY)), len(alike) + n),
+            int(rng.integers(1, room - len(alike) - n + 1)),
+            float(rng.choice([0, 1e-30, 0.5])),
+            end=rng.integers(0, VOCABULARY, int(rng.integers(0, 4))).tolist(),
+        )
+        requests.append(request)
+        serving.submit(request)
+        for _ in range(int(rng.integers(0, 12))):
+            serving.work()
+        if rng.random() < 0.1:
+            serving.forget(requests[int(rng.integers(len(requests)))])
+    done(serving)
+    for request in requests:
+        assert_right(request)
+        ended = request.said[-1:] and request.said[-1] in request.end
+        assert request.gone or ended or len(request.said) == request.wanted
+        assert not set(request.said[:-1]) & request.end
+    assert_empty(serving)
+    return serving
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests(seed):
+    random_run(seed)
+
+
+def test_who_cannot_grow_waits_again():
+    """Three requests that grow to 60 tokens over pages for 80: the last that came begins anew, and says the same."""
+    serving = server(places=3, pages=10, seed=3)
+    requests = [Request(counting(30 * i, 20), 40, 1.0) for i in range(3)]
+    ended = done(serving, *requests)
+    assert serving.put_back >= 2 and ended[0] is requests[0]
+    for request in requests:
+        assert_right(request)
+    assert_empty(serving)
+
+
+@pytest.mark.fuzz
+@settings.get_profile("fuzz")
+@given(st.integers(2, 2**31))
+def test_any_requests(seed):
+    random_run(seed)
