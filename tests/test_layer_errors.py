@@ -112,7 +112,7 @@ SIZES = [
     (lambda: LAYER.cache(2, 8, block_table=TABLE).with_block_table(TABLE + 1),
      r"with_block_table: block_table: got page 4, wanted pages below the pool's 4"),
     (lambda: changed(sparse=1), r"DSV4Attention: sparse: got 1, wanted a bool"),
-    (lambda: changed(norm_heads="no"), r"DSV4Attention: norm_heads: got no, wanted a bool; 'no' is a str"),
+    (lambda: changed(norm_heads="no"), r"norm_heads: got no, wanted a bool, known while tracing; 'no' is a str"),
     (lambda: Compressor(24, 4, 4, overlap=None), r"Compressor: overlap: got None, wanted a bool"),
     (lambda: dataclasses.replace(INDEXER, within_candidates=2), r"Indexer: within_candidates: got 2, wanted a bool"),
     (lambda: CACHE.fork(5, 0), r"fork: source: got 5, wanted an int, or an int32 scalar, of 0 to 1"),

@@ -166,7 +166,8 @@ def _goes_inside(mode: AttentionMode, inside: Sequence[AttentionMode], q: jax.Ar
     if not mode.fits(q) or _are_ordered(inside):
         return False
     without, within = (_kernel_mode(x) for x in (inside, [*inside, mode]))
-    return any(_made_alike(q, name_of(row.op, within), name_of(row.op, without), here) for row in rows)
+    row, _ = _first_shipped(rows, without, q)  # others serve where this is not built
+    return row is not None and _made_alike(q, name_of(row.op, within), name_of(row.op, without), here)
 
 
 def _made_alike(q: jax.Array, name: str, other: str, archs: Sequence[str]) -> bool:
