@@ -144,14 +144,16 @@ def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: flo
         units = jnp.where(there, units, 1)[:, :, None]
         there, values = there[:, :, None], jnp.swapaxes(codes, -1, -2)
         if not rope.size:
-            scores = sums(codes_of_q, codes)
-        else:  # products of bfloat16 come last
-            scores = sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE]) + in_float32(in_units[..., -ROPE:], rope)
+            scores, unsure = sums(codes_of_q, codes), jnp.float32(0)
+        else:  # products of bfloat16 come last; in which order a tensor core adds them up is not known
+            q_rope = in_units[..., -ROPE:]
+            scores = sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE]) + in_float32(q_rope, rope)
+            unsure = 2.0**-22 * in_float32(jnp.abs(q_rope), jnp.abs(rope)) * units * of_row[..., None]
         logits = jnp.where(there, scores * units * of_row[..., None], -jnp.inf)
         top = jnp.max(logits + _exponent(units), -1)
         after = jnp.where(top > ref + LIMIT, jnp.round(top) - HEAD, ref)
         factor, weights = jnp.exp2(ref - after), jnp.exp2(logits - after[..., None])
-        off = jnp.where(there, 2.0**-22 + 2.0**-24 * (jnp.abs(logits) + jnp.abs(after)[..., None]), 0)
+        off = jnp.where(there, 2.0**-22 + 2.0**-24 * (jnp.abs(logits) + jnp.abs(after)[..., None]) + unsure, 0)
         given = weights * units
         p, step = _rounded(given), _rounded(given * (1 + off)) - _rounded(given * (1 - off))
         cut = jnp.where(jnp.any(step > 0, -1, keepdims=True), 4 * (DEPTH + 2) * 2.0**-BITS, 2.0**-20)
