@@ -430,7 +430,7 @@ def fp8(*shape, dtype=jnp.float8_e4m3fn):
         ({"kv_norm__weight": fp8(32), "kv_norm__scale": NONE[0]}, r"kv_norm\.weight: got scales \[1\], wanted one"),
         ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE, "wkv__weight_scale_inv": NONE},
             "got wkv.weight_scale_inv under"),
-        ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE * np.nan}, r"wkv\.weight: got scales that are NaN or inf, want"),
+        ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE * np.nan}, r"wkv\.weight: got scales that are NaN or inf"),
         ({"kv_proj__weight": np.zeros((32, 64), np.float32)}, "got kv_proj.weight under '', wanted a layer's alone"),
     ],
 )  # fmt: skip
