@@ -351,6 +351,7 @@ def test_norm_and_rope_are_those_apart(how, eps):
 @pytest.mark.parametrize(
     "turn, message",
     [
+        ({"o_groups": True}, "o_groups: got True, wanted an int >= 1"),
         ({"norm_eps": 0.1}, "norm_eps: got 0.1, wanted None without a rope_table"),
         ({"rope_table": jnp.ones((1, 5, 4))}, r"rope_table: got .*, wanted float32\[b=2 or 1, s_q=6, n\], n even"),
         ({"rope_table": jnp.ones((1, 6, 10))}, r"rope_table: got .* n even, from 2 to 8"),

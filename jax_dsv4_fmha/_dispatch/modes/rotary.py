@@ -131,7 +131,7 @@ def wanted(
         table = table if implementation == "reference" else constant(table, op, "rope_table")
     elif norm_eps is not None:
         raise _check.error(ValueError, op, "norm_eps", norm_eps, "None without a rope_table")
-    if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
+    if dims["h_q"] % _check.positive(op, "o_groups", o_groups):
         raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
     return [] if table is None else [Rotary(table, eps, dims["h_q"] // o_groups)]
 
