@@ -28,8 +28,9 @@ def segments(q, k, i, j):
 
 
 def layer(q, w, c, n):
-    near, _ = dsv4_attention(q, w, window=3, q_offset=w.shape[1] - q.shape[1], window_lengths=n)
-    return dsv4_attention(near, w, c, ratio=4, window=3, kv_offset=-q.shape[1], window_lengths=n)
+    s = q.shape[1]
+    near, _ = dsv4_attention(q, w, window=Span.sliding_window(s, 3, w.shape[1] - s) & Span.lengths(n))
+    return dsv4_attention(near, w, c, window=Span.sliding_window(s, 3, s) & Span(s, n[:, None]), ratio=4)
 
 
 def decode(q, w, c):

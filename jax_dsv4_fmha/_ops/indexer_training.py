@@ -65,11 +65,8 @@ def indexer_loss(
     attention_q: jax.Array,
     kv: jax.Array,
     lse: jax.Array,
-    *,
     indices: jax.Array | None = None,
-    ratio: int | None = None,
-    q_offset: Any = 0,
-    lengths: jax.Array | None = None,
+    *,
     span: Span | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
@@ -88,7 +85,7 @@ def indexer_loss(
       kv: `[b, s_c, d_a]` in the dtype of attention_q: the entries that attention reads.
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` returns it.
       indices: int32 `[b, s_q, topk]`, as `lightning_indexer` returns them.
-      ratio, q_offset, lengths, span: what is visible, as in `lightning_indexer`; only without `indices`.
+      span: what is visible, as in `lightning_indexer`; only without `indices`.
       sink, scale: as in `dsv4_attention`.
 
     Returns:
@@ -100,11 +97,11 @@ def indexer_loss(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import dsv4_attention, indexer_loss
+      >>> from jax_dsv4_fmha import Span, dsv4_attention, indexer_loss
       >>> q, k, weights = jnp.ones((1, 8, 2, 128)), jnp.ones((1, 2, 128)), jnp.ones((1, 8, 2))
       >>> attention_q, kv, window_kv = jnp.ones((1, 8, 4, 64)), jnp.ones((1, 2, 64)), jnp.ones((1, 8, 64))
       >>> o, lse = dsv4_attention(attention_q, window_kv, kv, ratio=4)
-      >>> indexer_loss(q, k, weights, attention_q, kv, lse, ratio=4).shape
+      >>> indexer_loss(q, k, weights, attention_q, kv, lse, span=Span.compressed(8, ratio=4)).shape
       (1, 8)
     """
     op = "indexer_loss"
@@ -121,14 +118,11 @@ def indexer_loss(
             got, kernels = "'cubin' without indices", ("head_summed_probabilities", "indexer_scores_at")
             raise not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
-        start, stop = visible(op, dims, ratio, q_offset, lengths, span)
+        start, stop = visible(op, dims, span)
         loss, gradient = (Call(op, KernelUse.NEVER, (("scale", scale),)) for op in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
         return Differentiable(loss, gradient)(q, k, weights, attention_q, kv, lse, start, stop)[0]
-    for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
-        if x is not None:
-            raise _check.error(ValueError, op, name, x, "None with indices")
-    if not (isinstance(q_offset, int) and q_offset == 0):
-        raise _check.error(ValueError, op, "q_offset", q_offset, "0 with indices, which say what is visible")
+    if span is not None:
+        raise _check.error(ValueError, op, "span", span, "None with indices, which say what is visible")
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
     target = head_summed_probabilities(
         attention_q, kv, lse, indices, sink=sink, scale=scale, implementation=implementation
