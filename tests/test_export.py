@@ -144,13 +144,14 @@ def example_of(kind):
     return None if jax.tree_util.all_leaves([instance]) else instance
 
 
-STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True}
+STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True,
+          "reach": 6, "eps": 1e-6}  # fmt: skip
 PUBLIC = {name: getattr(module, name) for module in (lib, layers) for name in module.__all__}
 PYTREES = {name: x for name, kind in PUBLIC.items() if isinstance(kind, type) and (x := example_of(kind)) is not None}
 
 
 def test_public_pytrees_are_found():
-    assert {"Cache", "Span", "LayerCache", "Output", "RunningSums"} <= PYTREES.keys()
+    assert {"Cache", "Span", "QueryRope", "Quantized", "LayerCache", "Output", "RunningSums"} <= PYTREES.keys()
 
 
 @pytest.mark.parametrize("name", PYTREES)

@@ -312,7 +312,7 @@ def right(op):
         "lightning_indexer": {**trained, **visible, "topk": 5, "return_scores": False, "implementation": None},
         "indexer_blocks": {**trained, **visible, "count": 3, "block": 4},
         "indexer_scores": {**trained, "indices": named(), "implementation": "reference"},
-        "indexer_loss": {**trained, "attention_q": attention_q, "kv": kv, "lse": lse, "sink": sink, "scale": 0.5,
+        "indexer_loss": {**trained, "attention_q": attention_q, "kv": kv, "lse": lse, "sink": sink,
                          **visible, "indices": None, "implementation": None},
         "quantize_indexer": trained,
     }[op]  # fmt: skip
@@ -349,7 +349,6 @@ OPS = ("lightning_indexer", "indexer_blocks", "indexer_scores", "indexer_loss", 
         ("indexer_loss", {"kv": jnp.zeros((B, S_C + 1, D_A))}, ValueError, r"kv: got float32.*s_c=23"),
         ("indexer_loss", {"lse": jnp.zeros((B, S_Q, 1))}, ValueError, "lse: got float32.*h_q=3"),
         ("indexer_loss", {"lse": jnp.zeros((B, 3, S_Q))}, ValueError, "lse: got .*would fit if attention_q were "),
-        ("indexer_loss", {"scale": 0}, ValueError, "scale: got 0"),
         ("quantize_indexer", {"k": jnp.zeros((B, S_C, D + 1))}, ValueError, r"k: got float32\[2, 23, 17\]"),
     ],
 )  # fmt: skip

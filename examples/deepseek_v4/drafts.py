@@ -71,7 +71,7 @@ class DSpark:
         )
 
     def with_precision(self, precision: str | None) -> "DSpark":
-        """As `Model.with_products`; a draft is made as without."""
+        """As `Model.with_precision`; a draft is made as without."""
         return dataclasses.replace(self, model=self.model.with_precision(precision))
 
     @property

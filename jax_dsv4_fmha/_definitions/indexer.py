@@ -1,6 +1,6 @@
 """The lightning indexer in plain `jnp`: the definition of its ops, fp32 inside, a block of queries at a time.
 
-    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])      fp32; times k_scale[s] where keys are e4m3
+    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])      fp32; times the scale of k[s] where keys are codes
 
 The ops of the package check the operands first. A key that a query does not see cannot reach it, not even as NaN. The
 gradients are written out so that they keep no scores: both passes compute a block anew.
@@ -60,11 +60,10 @@ def indexer_blocks(
 def indexer_loss(
     q: jax.Array, k: jax.Array, weights: jax.Array, attention_q: jax.Array, kv: jax.Array, lse: jax.Array,
     indices: jax.Array | None = None, *, span: Span | None = None, sink: jax.Array | None = None,
-    scale: float | None = None,
 ) -> jax.Array:  # fmt: skip
     """`jax_dsv4_fmha.indexer_loss`; JAX differentiates it, for which it keeps what a block of queries computes."""
     attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
-    scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
+    scale = attention_q.shape[-1] ** -0.5
     if indices is None:
         assert span is not None
         (loss,) = dense_loss(q, k, weights, attention_q, kv, lse, *_bounds(q, k, span), scale=scale)

@@ -69,12 +69,11 @@ def indexer_loss(
     *,
     span: Span | None = None,
     sink: jax.Array | None = None,
-    scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """The loss that trains the indexer: KL(teacher ‖ student) for every query (DeepSeek-V3.2's report, §2.1).
 
-    The teacher is attention itself: Σ_h exp(scale · attention_q · kv - logaddexp(lse, sink)) at each entry, normalised
+    The teacher is attention itself: Σ_h exp(d_a^-½ · attention_q · kv - logaddexp(lse, sink)) at each entry, normalised
     to sum to 1 over the entries. lse may count more than these entries, such as a window. The student is the softmax of
     the indexer's scores over the same entries. These are the entries that `indices` names, each once, or without
     `indices`, as in the warm-up, all visible entries. Only q, k and weights get gradients.
@@ -86,7 +85,7 @@ def indexer_loss(
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` returns it.
       indices: int32 `[b, s_q, topk]`, as `lightning_indexer` returns them.
       span: what is visible, as in `lightning_indexer`; only without `indices`.
-      sink, scale: as in `dsv4_attention`.
+      sink: as in `dsv4_attention`, whose scale is the usual one.
 
     Returns:
       float32 `[b, s_q]`; 0 for a query that has no entry, or whose heads attend to none of them.
@@ -111,7 +110,7 @@ def indexer_loss(
     kv = _check.operand(op, "kv", kv, "b s_c d_a", dims, (attention_q.dtype,))
     lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32, "attention_q")
     sink = _check.sink(op, sink, dims, "attention_q")
-    scale = _check.scale(op, scale, dims["d_a"])
+    scale = _check.scale(op, None, dims["d_a"])
     _check.implementation(op, implementation)
     if indices is None:
         if implementation == "cubin":
