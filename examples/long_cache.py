@@ -101,8 +101,8 @@ def attend(q, index_q, weights, window_cache, held, lengths, sink, *, mesh, rati
 
 def attend_on_one(q, index_q, weights, window_cache, entries, keys, lengths, sink, *, ratio=4, topk=512, window=128):
     """The same where one device has all entries and keys."""
-    how = {"ratio": ratio, "q_offset": lengths - q.shape[1]}
-    indices = lightning_indexer(index_q, keys, weights, topk=topk, **how)
+    past = Span.compressed(q.shape[1], ratio, lengths - q.shape[1])
+    indices = lightning_indexer(index_q, keys, weights, topk=topk, span=past)
     how = {"lengths": lengths, "indices": indices, "sink": sink, "ratio": ratio, "window": window}
     return dsv4_decode(q, window_cache, Cache(entries), **how)
 

@@ -4,6 +4,8 @@ from . import reference
 from ._definitions.cache import Cache
 from ._definitions.experts import PackedExperts, pack_experts
 from ._definitions.packed import dequantize_cache, quantize_cache
+from ._definitions.quantized import Quantized
+from ._definitions.query_rope import QueryRope
 from ._definitions.span import Span
 from ._dispatch.explain import explain
 from ._host.library import EXPORT_CHECKS
@@ -24,6 +26,8 @@ __all__ = [
     "EXPORT_CHECKS",
     "Cache",
     "PackedExperts",
+    "Quantized",
+    "QueryRope",
     "Span",
     "dequantize_cache",
     "dot_product_attention",

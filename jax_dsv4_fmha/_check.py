@@ -20,7 +20,6 @@ FP32 = (jnp.dtype(jnp.float32),)
 FLOAT = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 
 Implementation = Literal["cubin", "reference"]
-Method = Literal["two_pass", "fused"]
 
 _TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -121,35 +120,30 @@ def sink(op: str, x: Any, dims: dict[str, Any], first: str = "q") -> jax.Array |
     return None if x is None else operand(op, "sink", x, "h_q", dims, FP32, first)
 
 
-def selection(op: str, indices: Any, topk_length: Any, dims: dict[str, Any]) -> tuple[jax.Array | None, ...]:
-    """indices int32 `[b, s_q, topk]` and topk_length int32 `[b, s_q]`, or None; no length without indices."""
-    if indices is not None:
-        wanted = f"int32[b={dims['b']}, s_q={dims['s_q']}, topk]"
-        if getattr(indices, "shape", None) == (dims["b"], dims["s_q"], 0):  # of an indexer with nothing to choose from
-            indices = array(op, "indices", indices, wanted, lambda x: x.dtype in INT)
-        else:
-            indices = operand(op, "indices", indices, "b s_q topk", dims, INT)
-    elif topk_length is not None:
-        raise error(ValueError, op, "topk_length", topk_length, "None without indices")
-    if topk_length is not None:
-        topk_length = operand(op, "topk_length", topk_length, "b s_q", dims, INT)
-    return indices, topk_length
+def selection(op: str, indices: Any, dims: dict[str, Any]) -> jax.Array | None:
+    """indices int32 `[b, s_q, topk]`, or None."""
+    if indices is None:
+        return None
+    wanted = f"int32[b={dims['b']}, s_q={dims['s_q']}, topk]"
+    if getattr(indices, "shape", None) == (dims["b"], dims["s_q"], 0):  # of an indexer with nothing to choose from
+        return array(op, "indices", indices, wanted, lambda x: x.dtype in INT)
+    return operand(op, "indices", indices, "b s_q topk", dims, INT)
 
 
-def visible_of(op: str, name: str, keys: Any, indices: Any, ratio: Any, span: Any = None) -> Any:
+def ratio(op: str, name: str, keys: Any, indices: Any, x: Any, also: str = "") -> Any:
     """The ratio, or None. Compressed keys need a rule that says which of them are seen; without keys there is no rule
-    to check.
+    to check. also: what else than an int may say it, for errors; the caller has taken it out of x.
 
     Without keys a ratio of 0 means None: configs write it for a layer with a window alone.
     """
     if keys is None:
-        ratio = None if type(ratio) is int and ratio == 0 else ratio
-        for of_keys, x in (("indices", indices), ("ratio", ratio), ("compressed_span", span)):
-            if x is not None:
-                raise error(ValueError, op, of_keys, x, f"None without {name}")
-    elif indices is None and ratio is None and span is None:
-        raise error(ValueError, op, "ratio", ratio, f"an int >= 1, or indices, with {name}")
-    return None if ratio is None else positive(op, "ratio", ratio)
+        x = None if type(x) is int and x == 0 else x
+        for of_keys, given in (("indices", indices), ("ratio", x)):
+            if given is not None:
+                raise error(ValueError, op, of_keys, given, f"None without {name}")
+    elif indices is None and x is None:
+        raise error(ValueError, op, "ratio", x, f"an int >= 1{also}, or indices, with {name}")
+    return None if x is None else positive(op, "ratio", x, also)
 
 
 def scale(op: str, x: Any, d: int) -> float:
@@ -159,14 +153,14 @@ def scale(op: str, x: Any, d: int) -> float:
     return number(op, "scale", x, "a finite fp32 number > 0", lambda x: _TINY <= x <= _MAX)
 
 
-def positive(op: str, name: str, x: Any) -> Any:
-    """An int >= 1, or a dimension that `jax.export` leaves open."""
-    return integer(op, name, x, 1)
+def positive(op: str, name: str, x: Any, also: str = "") -> Any:
+    """An int >= 1, or a dimension that `jax.export` leaves open; also: what else the caller takes, for errors."""
+    return integer(op, name, x, 1, also)
 
 
-def integer(op: str, name: str, x: Any, least: int) -> Any:
-    """An int >= least, or a dimension that `jax.export` leaves open."""
-    wanted = f"an int >= {least}, known while tracing"
+def integer(op: str, name: str, x: Any, least: int, also: str = "") -> Any:
+    """An int >= least, or a dimension that `jax.export` leaves open; also: as in `positive`."""
+    wanted = f"an int >= {least}, known while tracing{also}"
     if jax.export.is_symbolic_dim(x):
         return x
     try:

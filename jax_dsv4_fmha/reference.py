@@ -34,7 +34,7 @@ from ._definitions.indexer import indexer_blocks, indexer_loss, indexer_scores, 
 from ._definitions.log_space import finite, logsumexp, sigmoid
 from ._definitions.packed import dequantize_cache
 from ._definitions.query_blocks import over_queries
-from ._definitions.span import Span, of_keys_from
+from ._definitions.span import Span
 
 __all__ = [
     "dsv4_attention",
@@ -142,7 +142,6 @@ def sparse_fmha(
     kv: jax.Array,
     indices: jax.Array,
     *,
-    topk_length: jax.Array | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
     products: str | None = None,
@@ -150,16 +149,13 @@ def sparse_fmha(
     """Attention over the keys that `indices` names, each as often as it is named; see `jax_dsv4_fmha.sparse_fmha`.
     products: as in `fmha`."""
     if kv.ndim == 2:  # sequences share the pool, so the queries of all are those of one
-        flat = [None if x is None else x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length)]
-        how: dict[str, Any] = {"sink": sink, "scale": scale, "products": products}
-        o, lse = sparse_fmha(flat[0], kv[None], flat[1], topk_length=flat[2], **how)
+        flat_q, flat_indices = (x.reshape(1, -1, *x.shape[2:]) for x in (q, indices))
+        o, lse = sparse_fmha(flat_q, kv[None], flat_indices, sink=sink, scale=scale, products=products)
         return o.reshape(q.shape), lse.reshape(q.shape[:-1])
     b, _, h_q, d = q.shape
     s_kv, topk = kv.shape[1], indices.shape[2]
     scale = d**-0.5 if scale is None else scale
     there = (indices >= 0) & (indices < s_kv)
-    if topk_length is not None:
-        there &= jnp.arange(topk, dtype=jnp.int32)[None, None] < topk_length[..., None]
     indices = jnp.where(there, indices, 0)
     kv32 = kv.astype(_FP32)
 
@@ -192,46 +188,62 @@ def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attentio
     return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale", "products"))
 def dsv4_attention(
     q: jax.Array,
     window_kv: jax.Array,
     compressed_kv: jax.Array | None = None,
     *,
-    sink: jax.Array | None = None,
+    window: int | Span = 128,
+    ratio: int | Span | None = None,
     indices: jax.Array | None = None,
-    topk_length: jax.Array | None = None,
-    ratio: int | None = None,
-    window: int = 128,
     q_offset: Any = 0,
-    kv_offset: Any = 0,
-    window_lengths: jax.Array | None = None,
-    span: Span | None = None,
-    compressed_span: Span | None = None,
+    sink: jax.Array | None = None,
+    precision: str | None = None,
     scale: float | None = None,
-    products: str | None = None,
 ) -> Attention:
     """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
+    near, far = (x if isinstance(x, Span) else None for x in (window, ratio))
+    sizes = {"window": None if near is not None else window, "ratio": None if far is not None else ratio}
+    how: dict[str, Any] = {"q_offset": q_offset, "sink": sink, "scale": scale, "products": precision}
+    o, lse = _dsv4_attention(q, window_kv, compressed_kv, near, far, indices, **sizes, **how)
+    return o, lse
+
+
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale", "products"))
+def _dsv4_attention(
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed_kv: jax.Array | None,
+    near: Span | None,
+    far: Span | None,
+    indices: jax.Array | None,
+    *,
+    window: int | None,
+    ratio: int | None,
+    q_offset: Any,
+    sink: jax.Array | None,
+    scale: float | None,
+    products: str | None,
+) -> Attention:
+    """What is seen of the window and of the entries is said by Spans, or by `window` and `ratio`."""
     s_q, d, q32 = q.shape[1], q.shape[3], q.astype(_FP32)
     scale = d**-0.5 if scale is None else scale
     if products is not None:
         q32, window_kv, compressed_kv = rounded_for_products(products, q, window_kv, compressed_kv)
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32))
-    near = of_keys_from(kv_offset, Span(jnp.maximum(own, window - 1) - (window - 1), own + 1))
-    near = near if window_lengths is None else near & Span(0, window_lengths[:, None])
-    near = near if span is None else near & span
+    if near is None:
+        assert window is not None
+        near = Span(jnp.maximum(own, window - 1) - (window - 1), own + 1)
     parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale, products=products)]
     if compressed_kv is not None and compressed_kv.shape[1] > 0:
-        past = 2**31 - 1 if ratio is None else (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio
-        far = Span(0, past, frozenset() if ratio is None else frozenset({"compressed"}))
-        far = far if compressed_span is None else far & compressed_span
+        if far is None:
+            far = Span(0, 2**31 - 1 if ratio is None else (own + 1) // ratio)
         if indices is None:
             parts.append(fmha(q32, compressed_kv[:, :, None], span=far, scale=scale, products=products))
         else:
             first, end = (x[..., None] for x in far.bounds(q.shape[0], s_q, compressed_kv.shape[1]))
             indices = jnp.where((first <= indices) & (indices < end), indices, -1)
-            how: dict[str, Any] = {"topk_length": topk_length, "scale": scale, "products": products}
-            parts.append(sparse_fmha(q32, compressed_kv, indices, **how))
+            parts.append(sparse_fmha(q32, compressed_kv, indices, scale=scale, products=products))
     o, lse = merge(parts, sink)
     return o[..., :d].astype(q.dtype), lse
 
@@ -253,7 +265,7 @@ def rounded_for_products(products: str, q: jax.Array, *keys: jax.Array | None) -
     return rounded, *(None if x is None else of_keys(x) for x in keys)
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale", "products"))
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale", "precision"))
 def dsv4_decode(
     q: jax.Array,
     window_cache: Cache,
@@ -262,13 +274,12 @@ def dsv4_decode(
     lengths: Any,
     sink: jax.Array | None = None,
     indices: jax.Array | None = None,
-    topk_length: jax.Array | None = None,
     ratio: int | None = None,
     window: int = 128,
     q_offset: Any = None,
     is_causal: bool = True,
     scale: float | None = None,
-    products: str | None = None,
+    precision: str | None = None,
 ) -> Attention:
     """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
     (b, s_q, _, d), q32 = q.shape, q.astype(_FP32)
@@ -282,8 +293,8 @@ def dsv4_decode(
     oldest, newest = (position - window + 1, position) if is_causal else (first - window, end - 1)
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     held = [_entries(cache) for cache in caches]
-    if products is not None:
-        q32, *rounded = rounded_for_products(products, q, *(x for x, _ in held))
+    if precision is not None:
+        q32, *rounded = rounded_for_products(precision, q, *(x for x, _ in held))
         held = [(x, there) for x, (_, there) in zip(rounded, held, strict=True)]
 
     def over(held: tuple[jax.Array, jax.Array], seen: jax.Array, ring: bool) -> Attention:
@@ -293,7 +304,7 @@ def dsv4_decode(
         at = jnp.where(seen < 0, -1, seen % room) if ring else seen
         there = (at >= 0) & (at < room) & is_query[..., None]
         there &= jax.vmap(lambda held, at: held[at])(held_there, jnp.where(there, at, 0))
-        return sparse_fmha(q32, entries, jnp.where(there, at, -1), scale=scale, products=products)
+        return sparse_fmha(q32, entries, jnp.where(there, at, -1), scale=scale, products=precision)
 
     near = (end - 1)[..., None] - jnp.arange(window + s_q, dtype=jnp.int32)[None, None]
     seen = (near >= oldest[..., None]) & (near <= newest[..., None])
@@ -308,8 +319,6 @@ def dsv4_decode(
             listed = indices >= 0
             if ratio is not None:
                 listed &= indices < ((position + 1) // ratio)[..., None]
-            if topk_length is not None:
-                listed &= jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None] < topk_length[..., None]
             seen = jnp.where(listed, indices, -1)
         parts.append(over(held[1], seen, ring=indices is None))
     o, lse = merge(parts, sink)

@@ -20,6 +20,8 @@ ATTENTION = (
     "kernels/sm100",
     FFI,
 )
+PYTHON = (PACKAGE, "tests", "examples", "docs")
+SURFACE = (f"{PACKAGE}/_ops", f"{PACKAGE}/layers", f"{PACKAGE}/reference.py")
 HERE = Path(__file__).name
 
 
@@ -96,7 +98,16 @@ RETIRED = (
     Retired("Give", "SetResults", (FFI,)),
     Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py")),
     # public
-    Retired("swa_lens", "window_lengths", (PACKAGE,)),
+    Retired("swa_lens", "a Span as window", (PACKAGE,)),
+    Retired("window_lengths", "window=… & Span.lengths(…)", PYTHON),
+    Retired("kv_offset", "Span.keys_from", PYTHON),
+    Retired("compressed_span", "a Span as ratio", PYTHON),
+    Retired("rope_table", "QueryRope", PYTHON),
+    Retired("k_scale", "Quantized", SURFACE),
+    Retired("topk_length", "-1 in indices", (*SURFACE, f"{PACKAGE}/_testing", "examples")),
+    Retired("method", "merge, for two passes", (*SURFACE, f"{PACKAGE}/_dispatch", f"{PACKAGE}/_testing")),
+    Retired("o_groups", "in_groups", (f"{PACKAGE}/reference.py", f"{PACKAGE}/_testing")),
+    Retired("with_products", "with_precision", ("examples",)),
     Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",)),
     Retired("room", "a name that explains itself", ("jax_dsv4_fmha/layers",)),
     Retired("within", "a name that explains itself", ("jax_dsv4_fmha/layers",)),

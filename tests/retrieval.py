@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha import Cache, dsv4_attention, quantize_cache
+from jax_dsv4_fmha import Cache, Span, dsv4_attention, quantize_cache
 
 TOKENS, VALUES, HEADS, D = 128, 256, 8, 512
 
@@ -52,12 +52,12 @@ def attend(params, names, values, asked, layout=None, **how):
     x = jnp.concatenate(of(jnp.take_along_axis(names, asked, 1)), -1)
     q = norm(jnp.einsum("bsr,rhd->bshd", x, params["q"])) * params["gain"][:, None]
     nothing = jnp.broadcast_to(norm(params["nothing"]).astype(jnp.bfloat16), (*asked.shape, D))
-    at = names.shape[1]
-    if layout is not None and "products" in how:
+    if layout is not None and "precision" in how:
         latents = Cache(quantize_cache(latents, layout), None, layout)
     elif layout is not None:
         latents = Cache(quantize_cache(latents, layout), None, layout).take()
-    how |= {"window": 1, "ratio": 1, "q_offset": at, "kv_offset": at, "sink": params["sink"]}
+    past = Span(0, names.shape[1])
+    how |= {"window": 1, "ratio": past, "sink": params["sink"]}
     return dsv4_attention(q.astype(jnp.bfloat16), nothing, latents, **how)[0]
 
 
@@ -84,9 +84,9 @@ def train(params, moments, step, rate, b, n, queries):
 
 WAYS = {
     "bfloat16": {},
-    "e4m3": {"products": "float8_e4m3fn"},
+    "e4m3": {"precision": "float8_e4m3fn"},
     "bfloat16, V4's FP8": {"layout": "v4_fp8"},
-    "e4m3, V4's FP8": {"layout": "v4_fp8", "products": "float8_e4m3fn"},
+    "e4m3, V4's FP8": {"layout": "v4_fp8", "precision": "float8_e4m3fn"},
 }
 
 

@@ -201,7 +201,7 @@ class Prompt:
             return _sparse(q, far, listed, sink, **w.how)
         begin = max(first - (WINDOW - 1) - self.before, 0)
         near = x["near"][at[0], begin : first + self.count]
-        offsets = {"q_offset": np.int32(first), "kv_offset": np.int32(begin)}
+        offsets = np.int32(first), np.int32(begin)
         if w.kind == "window":
             return _layer(q, near, None, None, sink, offsets, 0, **w.how)
         return _layer(q, near, far, listed if w.kind == "list" else None, sink, offsets, w.ratio, **w.how)
@@ -290,7 +290,8 @@ def _gradient(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames="implementation", static_argnums=4)
 def _indexer(q: Any, k: Any, weights: Any, first: Any, topk: int, **how: Any) -> Any:
-    return lightning_indexer(q, k, weights, topk=topk, ratio=1, q_offset=first, return_scores=True, **how)
+    span = Span.compressed(q.shape[1], 1, first)
+    return lightning_indexer(q, k, weights, topk=topk, span=span, return_scores=True, **how)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
@@ -300,7 +301,10 @@ def _probabilities(q: Any, kv: Any, lse: Any, listed: Any, **how: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("ratio", *_HOW), static_argnums=6)
 def _layer(q: Any, near: Any, far: Any, listed: Any, sink: Any, offsets: Any, ratio: int, **how: Any) -> Any:
-    return dsv4_attention(q, near, far, indices=listed, ratio=ratio or None, window=WINDOW, sink=sink, **offsets, **how)
+    first, begin = offsets
+    window = Span.sliding_window(q.shape[1], WINDOW, first).keys_from(begin)
+    past = Span.compressed(q.shape[1], ratio, first) if ratio else None
+    return dsv4_attention(q, near, far, indices=listed, window=window, ratio=past, sink=sink, **how)
 
 
 @functools.partial(jax.jit, static_argnames=_HOW, static_argnums=5)

@@ -16,7 +16,7 @@ from jax_dsv4_fmha import dot_product_attention, dsv4_attention, fmha, sparse_fm
 from jax_dsv4_fmha._dispatch import attend
 from jax_dsv4_fmha._dispatch.op import KernelUse
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing.attention import AttentionCase, DecodeCase, FmhaCase, SparseCase, split
+from jax_dsv4_fmha._testing.attention import DecodeCase, FmhaCase, SparseCase, split
 from jax_dsv4_fmha._testing.cases import ATTENTION
 
 pytestmark = pytest.mark.gpu
@@ -85,22 +85,17 @@ def gradients(case, only, dtype=None, **choices):
 
 
 @pytest.mark.parametrize("only", ["both", "lse"])
-@pytest.mark.parametrize(
-    ("case", "method"),
-    [(c, m) for c in TABLE for m in c.methods],
-    ids=lambda x: x.name if isinstance(x, AttentionCase) else x or "",
-)
-def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
+@pytest.mark.parametrize("case", TABLE, ids=lambda x: x.name)
+def test_gradients_by_kernels(case, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
     op = "mla_span_bwd" if case.d == 512 else "mha_dq"
     if not {v.arch for v in library.variants_for(op, d=case.d)} >= set(library.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
-    choices = {} if method is None else {"method": method}
-    got = gradients(case, only, implementation="cubin", **choices)
+    got = gradients(case, only, implementation="cubin")
     monkeypatch.setattr(attend, "choose_backward", lambda *_: KernelUse.NEVER)
-    plain = gradients(case, only, **choices)
-    want = gradients(case, only, jnp.float32, **dict.fromkeys(choices, "two_pass"))
+    plain = gradients(case, only)
+    want = gradients(case, only, jnp.float32)
     for name, x in got.items():
         assert np.isfinite(x).all(), name
         largest = np.abs(want[name]).max()

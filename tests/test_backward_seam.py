@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Span, dot_product_attention, dsv4_attention, fmha, sparse_fmha
+from jax_dsv4_fmha import Span, dot_product_attention, dsv4_attention, fmha, merge, sparse_fmha
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels.abi import BACKWARD_OPS
@@ -23,8 +23,15 @@ def arrays(*shapes, dtype=jnp.bfloat16):
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
 
-def layer(method, **kwargs):
-    return functools.partial(dsv4_attention, window=3, sink=SINK, method=method, **kwargs)
+def layer(**kwargs):
+    return functools.partial(dsv4_attention, window=3, sink=SINK, **kwargs)
+
+
+def two_passes(q, window, kv, indices=None):
+    """The window and the entries in a launch each, merged."""
+    near = fmha(q, window[:, :, None], span=Span.sliding_window(S, 3))
+    far = fmha(q, kv[:, :, None], span=Span.compressed(S, 4)) if indices is None else sparse_fmha(q, kv, indices)
+    return merge([near, far], SINK)
 
 
 Q, WINDOW, KV = (B, S, H, D), (B, S_KV, D), (B, S_C, D)
@@ -37,11 +44,15 @@ OPS = {
     "latent of d 64": (lambda q, k: fmha(q, k, sink=SINK), (SMALL, KEYS), ["mha_bwd_shared_kv"]),
     "sparse": (lambda q, kv: sparse_fmha(q, kv, INDICES, sink=SINK), (Q, WINDOW), ["mla_sparse_bwd"]),
     "pool": (lambda q, kv: sparse_fmha(q, kv, INDICES), (Q, (S_KV, D)), ["mla_sparse_bwd"]),
-    "window": (layer(None), (Q, WINDOW), ["mla_span_bwd"]),
-    "fused dense": (layer("fused", ratio=4), (Q, WINDOW, KV), ["hca_bwd"]),
-    "fused top-k": (layer("fused", indices=INDICES), (Q, WINDOW, KV), ["csa_bwd"]),
-    "two-pass dense": (layer("two_pass", ratio=4), (Q, WINDOW, KV), ["mla_span_bwd", "mla_span_bwd"]),
-    "two-pass top-k": (layer("two_pass", indices=INDICES), (Q, WINDOW, KV), ["mla_span_bwd", "mla_sparse_bwd"]),
+    "window": (layer(), (Q, WINDOW), ["mla_span_bwd"]),
+    "fused dense": (layer(ratio=4), (Q, WINDOW, KV), ["hca_bwd"]),
+    "fused top-k": (layer(indices=INDICES), (Q, WINDOW, KV), ["csa_bwd"]),
+    "two-pass dense": (two_passes, (Q, WINDOW, KV), ["mla_span_bwd", "mla_span_bwd"]),
+    "two-pass top-k": (
+        functools.partial(two_passes, indices=INDICES),
+        (Q, WINDOW, KV),
+        ["mla_span_bwd", "mla_sparse_bwd"],
+    ),
 }
 
 
@@ -162,7 +173,7 @@ def test_cubin_insists_on_the_backward_kernel_too():
 @pytest.mark.parametrize("transform", ["grad", "vmap of a grad"])
 def test_a_deterministic_gradient_takes_a_kernel_of_its_own(transform):
     """That kernel adds 32-bit integers, with a unit for each key that another one bounds first."""
-    f = layer("fused", indices=INDICES, deterministic=True)
+    f = layer(indices=INDICES, deterministic=True)
     shapes = [(3, *shape) for shape in (Q, WINDOW, KV)] if transform != "grad" else (Q, WINDOW, KV)
     text = lowered(TRANSFORMS[transform](f), *arrays(*shapes))
     assert targets(text, "csa_b") == ["csa_bounds", "csa_bwd"]

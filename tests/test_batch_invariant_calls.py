@@ -113,7 +113,7 @@ def test_columns_pay_for_few_queries_alone():
 def test_a_step_lists_its_window_as_a_prompt_does(hopper):
     """In ascending order of positions, whatever the ring."""
     rows = jnp.zeros((2, 8, 512), jnp.bfloat16)
-    (window,) = seen_slots(2, Cache(rows), None, jnp.array([11, 2]), None, None, None, 4)
+    (window,) = seen_slots(2, Cache(rows), None, jnp.array([11, 2]), None, None, 4)
     slots, seen = window.indices.reshape(4, -1).tolist(), window.length.ravel().tolist()
     assert [x[:n] for x, n in zip(slots, seen, strict=True)] == [[6, 7, 0, 1], [7, 0, 1, 2], [0], [0, 1]]
 
@@ -196,11 +196,6 @@ REFUSED = [
         NotImplementedError,
         "v4_fp8 caches",
         lambda q, kv: dsv4_attention(q, kv, Cache.zeros(2, 64, 512, layout="v4_fp8"), ratio=4, batch_invariant=True),
-    ),
-    (
-        ValueError,
-        "'fused' or None",
-        lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, method="two_pass", batch_invariant=True),
     ),
     (TypeError, "wanted a bool", lambda q, kv: dsv4_attention(q, kv, batch_invariant=1)),
     (ValueError, "on platform cpu", lambda q, kv: dsv4_attention(q, kv, batch_invariant=True)),

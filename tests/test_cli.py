@@ -18,6 +18,7 @@ from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing import attention
 from jax_dsv4_fmha._testing.attention import FmhaCase, LayerCase, SparseCase, run_into, run_reference
+from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import ONE_BUILT
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -29,18 +30,17 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"jax_dsv4_fmha {jax_dsv4_fmha.__version__}\n"
 
 
-@pytest.mark.parametrize("checks", [check.reference_checks(), check.kernel_checks()], ids=["reference", "kernels"])
-def test_quick_has_everything_in_a_few_small_cases(checks):
-    few = check.quick(checks)
+@pytest.mark.parametrize("cases", [check.small_cases(), CASES], ids=["reference", "kernels"])
+def test_quick_has_everything_in_a_few_small_cases(cases):
+    few = check.quick(cases)
     for what in (lambda c: c["d"], lambda c: c["dtype"], lambda c: c["sink"], lambda c: c["page"] > 0):
-        assert {what(x.case.facts) for x in few} == {what(x.case.facts) for x in checks}
-    features = [{f for x in some for f in x.case.facts["features"]} for some in (few, checks)]
-    assert features[0] == features[1] and {x.case.op for x in few} == {x.case.op for x in checks}
-    assert {x.method for x in few} == {x.method for x in checks}
-    kinds = {(x.case.op, x.case.facts["topk"] > 0, x.case.facts["ratio"] > 0, x.method) for x in checks}
+        assert {what(x.facts) for x in few} == {what(x.facts) for x in cases}
+    features = [{f for x in some for f in x.facts["features"]} for some in (few, cases)]
+    assert features[0] == features[1] and {x.op for x in few} == {x.op for x in cases}
+    kinds = {(x.op, x.facts["topk"] > 0, x.facts["ratio"] > 0) for x in cases}
     layouts = features[1] & {"fp8", *LAYOUTS}  # of packed caches
     assert len(few) <= len(kinds) + len(layouts) + 1
-    assert max(x.case.work for x in few) < 2**29  # the case of an indexer that chooses 512 in 8 bits
+    assert max(x.work for x in few) < 2**29  # the case of an indexer that chooses 512 in 8 bits
 
 
 def test_the_bar_estimates_what_is_left(capsys, monkeypatch):
@@ -183,7 +183,7 @@ class TestCheckKernels:
         monkeypatch.setattr(check, "CASES", cases)
 
     def run(self, monkeypatch, change=lambda results: results):
-        def run_into(case, fills, *, implementation, method=None):
+        def run_into(case, fills, *, implementation):
             assert implementation == "cubin"
             if case.op == "sparse_fmha":
                 raise NotImplementedError("sparse_fmha: got this, wanted that, built so much")
@@ -195,10 +195,10 @@ class TestCheckKernels:
         self.run(monkeypatch)
         assert main(["check"]) == 0
         text = capsys.readouterr().out
-        assert " two_pass: o within" in text and " fused: o within" in text
+        assert "dsv4_attention-s_q4-s_kv9-d16-ratio4-s_c2: o within" in text
         assert "NotImplementedError: sparse_fmha: got this, wanted that\n" in text
         assert "needs 128 GiB of device memory, has 1 GiB" in text
-        assert text.splitlines()[-1] == "3 passed, 1 not built, 1 skipped"
+        assert text.splitlines()[-1] == "2 passed, 1 not built, 1 skipped"
 
     def test_another_second_result_fails(self, monkeypatch, capsys):
         self.run(monkeypatch, lambda results: [results[0], (results[1][0].at[0, 0].add(0.001), results[1][1])])

@@ -34,7 +34,7 @@ Q, K, KV, SINK = normal(0, B, S_Q, H, D), normal(1, B, S_KV, 1, D), normal(2, B,
 INDICES = np.random.default_rng(4).integers(-2, S_KV, (B, S_Q, 3), np.int32)
 LENGTHS = np.array([3, 5], np.int32)
 IDS = np.array([[1, 1, 2, 2, 2, 3, 3, 0, 0]] * B, np.int32)
-LAYER = {"window": 3, "q_offset": LENGTHS, "kv_offset": 1, "window_lengths": LENGTHS, "sink": SINK}
+LAYER = {"window": 3, "q_offset": LENGTHS, "sink": SINK}
 STEP = {"window": 3, "sink": SINK}
 DROP_IN = {"is_causal": True, "local_window_size": (2, 3), "query_seq_lengths": LENGTHS}
 
@@ -47,11 +47,20 @@ CALLS = {
         lambda p: fmha(q, K, span=Span.sliding_window(S_Q, 3, p) & Span.compressed(S_Q, 2, p), implementation=i)
     )(3),
     "segments": lambda i, q: fmha(q, K, span=Span.segments(IDS[:, :S_Q], IDS), implementation=i),
-    "sparse_fmha": lambda i, q: sparse_fmha(q, KV, INDICES, topk_length=INDICES[..., 0], implementation=i),
+    "sparse_fmha": lambda i, q: sparse_fmha(q, KV, INDICES, sink=SINK, implementation=i),
     "a pool": lambda i, q: sparse_fmha(q, KV[0], INDICES, sink=SINK, implementation=i),
     "top-k layer": lambda i, q: dsv4_attention(q, KV, KV, indices=INDICES, implementation=i, **LAYER),
     "dense layer": lambda i, q: dsv4_attention(q, KV, KV, ratio=2, implementation=i, **LAYER),
-    "fused layer": lambda i, q: reference.dsv4_attention(q, KV, KV, ratio=2, **LAYER),
+    "chunk": lambda i, q: dsv4_attention(
+        q,
+        KV,
+        KV,
+        window=Span.sliding_window(S_Q, 3, LENGTHS).keys_from(LENGTHS - 2) & Span.lengths(LENGTHS),
+        ratio=2,
+        q_offset=LENGTHS,
+        implementation=i,
+    ),
+    "definition": lambda i, q: reference.dsv4_attention(q, KV, KV, ratio=2, **LAYER),
     "step": lambda i, q: jax.jit(
         lambda n: dsv4_decode(q, Cache(KV), Cache(KV), lengths=n, ratio=2, implementation=i, **STEP)
     )(LENGTHS),

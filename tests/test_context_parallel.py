@@ -18,7 +18,7 @@ from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import dsv4_attention, indexer_blocks, lightning_indexer
+from jax_dsv4_fmha import Span, dsv4_attention, indexer_blocks, lightning_indexer
 from jax_dsv4_fmha._dispatch import sharding
 from jax_dsv4_fmha._dispatch.sequences import previous, whole_sequences
 from jax_dsv4_fmha.layers import Shared, from_config, unzigzag, zigzag
@@ -366,8 +366,8 @@ def test_a_balanced_triangle(op, kind, devices, monkeypatch):
 
     def f(q, k, weights):
         if op == "blocks":
-            return indexer_blocks(q, k, weights, count=2, block=2, ratio=4)
-        return lightning_indexer(q, k, weights, topk=5, ratio=4, return_scores=op == "score")
+            return indexer_blocks(q, k, weights, count=2, block=2, span=Span.compressed(64, 4))
+        return lightning_indexer(q, k, weights, topk=5, span=Span.compressed(64, 4), return_scores=op == "score")
 
     mesh, want = mesh_of(kind, devices), f(*xs)
     placed = [jax.device_put(x, NamedSharding(mesh, P(None, "context") if i != 1 else P())) for i, x in enumerate(xs)]
@@ -382,7 +382,8 @@ def test_a_chunk_is_no_triangle(monkeypatch):
     monkeypatch.setattr(sharding, "LONG_TRIANGLE", 16)
     xs, mesh = (normal(1, 1, 16, 4, 16), normal(2, 1, 32, 16), normal(3, 1, 16, 4)), mesh_of("Auto", 8)
     placed = [jax.device_put(x, NamedSharding(mesh, P(None, "context") if i != 1 else P())) for i, x in enumerate(xs)]
-    _, moved = run(lambda q, k, w: lightning_indexer(q, k, w, topk=5, ratio=4, q_offset=112), *placed)
+    span = Span.compressed(16, 4, 112)
+    _, moved = run(lambda q, k, w: lightning_indexer(q, k, w, topk=5, span=span), *placed)
     assert not moved
 
 

@@ -477,11 +477,9 @@ def test_a_pool_of_sparse_fmha():
     """Caches of other libraries: a flat pool and physical indices."""
     q, sink = normal(0, 3, 2, 4, 16), normal(1, 4)
     pool, indices = normal(2, 50, 16), jnp.asarray(np.random.default_rng(3).integers(-5, 55, (3, 2, 9)), jnp.int32)
-    length = jnp.array([[9, 4], [0, 3], [20, 1]], jnp.int32)
-    want = sparse_fmha(q, jnp.broadcast_to(pool, (3, 50, 16)), indices, topk_length=length, sink=sink)
+    want = sparse_fmha(q, jnp.broadcast_to(pool, (3, 50, 16)), indices, sink=sink)
     for implementation in (None, "reference"):
-        f = functools.partial(sparse_fmha, topk_length=length, sink=sink, implementation=implementation)
-        assert_close(f(q, pool, indices), want)
+        assert_close(sparse_fmha(q, pool, indices, sink=sink, implementation=implementation), want)
     got = jax.grad(lambda pool: sparse_fmha(q, pool, indices, sink=sink)[0].sum())(pool)
     want = jax.grad(lambda pool: sparse_fmha(q, jnp.broadcast_to(pool, (3, 50, 16)), indices, sink=sink)[0].sum())(pool)
     assert_close((got,), (want,), rtol=1e-4, atol=1e-5)

@@ -599,9 +599,9 @@ def test_serving_by_fp8_products(monkeypatch, capsys):
     rng = np.random.default_rng(0)
     prompts = [" ".join(map(str, rng.integers(0, 64, n))) for n in (40, 21)]
     monkeypatch.setattr("sys.argv", ["program", "--fp8-products-bf16-rope"])
-    assert serve.arguments()["products"] == "float8_e4m3fn_bf16_rope"
+    assert serve.arguments()["precision"] == "float8_e4m3fn_bf16_rope"
     monkeypatch.setattr("sys.argv", ["program", "--fp8-products"])
-    how = {"wanted": 6, "room": 48, "chunk": 16, "page": 16, "products": serve.arguments()["products"]}
+    how = {"wanted": 6, "room": 48, "chunk": 16, "page": 16, "precision": serve.arguments()["precision"]}
     requests = serve.main(prompts, **how, places=2)
     for line, request in zip(prompts, requests, strict=True):
         (alone,) = serve.main([line], **how, places=1, speculate=2)
@@ -609,7 +609,7 @@ def test_serving_by_fp8_products(monkeypatch, capsys):
     with common.mesh_of(1, 1, data=1) as mesh:
         model, params = common.opened(None, mesh, jnp.bfloat16)
     tokens = requests[0].prompt[None, :32]
-    usual, rounded = (m(params, tokens) for m in (model, model.with_products("float8_e4m3fn")))
+    usual, rounded = (m(params, tokens) for m in (model, model.with_precision("float8_e4m3fn")))
     assert 1e-3 < np.linalg.norm(rounded - usual) / np.linalg.norm(usual) < 0.2
 
 

@@ -307,7 +307,7 @@ def test_the_program_says_what_it_does(monkeypatch, capsys):
     class Small(Counting):
         joined = staticmethod(lambda params: params)
 
-        def with_products(self, products):
+        def with_precision(self, precision):
             return self
 
         def cache(self, *args, **kwargs):

@@ -9,9 +9,21 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
+from jax_dsv4_fmha import (
+    Cache,
+    QueryRope,
+    Span,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    merge,
+    quantize_cache,
+    reference,
+    sparse_fmha,
+)  # fmt: skip
 from jax_dsv4_fmha._dispatch.rope import normed_then_rotated, rotated
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._ops.dsv4 import in_groups
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
@@ -26,59 +38,80 @@ SOME = [
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-def test_two_pass_equals_the_definition(case):
+def test_it_equals_the_definition(case):
     assert_right(run(case), run_reference(case))
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-def test_fused_equals_the_definition(case):
-    args, kwargs = case.operands()
-    numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
-    f = jax.jit(lambda args, kwargs: dsv4_attention(*args, **kwargs, **numbers, method="fused"))
-    assert_right(f(args, kwargs), run_reference(case))
+def test_one_launch_equals_the_definition(case):
+    assert_right(run(case), run_reference(case))
+
+
+def in_two_passes(q, w, c, *, window=128, ratio=None, indices=None, q_offset=0, sink=None, **how):
+    """The window and the entries in a launch each, merged."""
+    near = window if isinstance(window, Span) else Span.sliding_window(q.shape[1], window, q_offset)
+    far = ratio if not isinstance(ratio, int) else Span.compressed(q.shape[1], ratio, q_offset)
+    parts = [fmha(q, w[:, :, None], span=near, **how)]
+    if indices is None:
+        parts += [fmha(q, c[:, :, None], span=far, **how)]
+    else:
+        start, stop = (far or Span(0, 2**31 - 1)).bounds(*q.shape[:2], c.shape[1])
+        seen = (start[..., None] <= indices) & (indices < stop[..., None])
+        parts += [sparse_fmha(q, c, jnp.where(seen, indices, -1), **how)]
+    return merge(parts, sink)
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
-    "method, compressed, targets",
+    "f, compressed, targets",
     [
-        (None, {}, ["mla_span_fwd"]),
-        (None, {"ratio": 4}, ["hca_fwd"]),
-        (None, {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["csa_fwd"]),
-        ("fused", {"ratio": 4}, ["hca_fwd"]),
-        ("two_pass", {"ratio": 4}, ["mla_span_fwd", "mla_span_fwd"]),
-        ("two_pass", {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["mla_span_fwd", "mla_sparse_fwd"]),
+        (dsv4_attention, {}, ["mla_span_fwd"]),
+        (dsv4_attention, {"ratio": 4}, ["hca_fwd"]),
+        (dsv4_attention, {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["csa_fwd"]),
+        (in_two_passes, {"ratio": 4}, ["mla_span_fwd", "mla_span_fwd"]),
+        (in_two_passes, {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["mla_span_fwd", "mla_sparse_fwd"]),
     ],
 )
-def test_launches(method, compressed, targets):
+def test_launches(f, compressed, targets):
     q, w, c, sink = operands()
-    f = jax.jit(lambda q, w, c: dsv4_attention(q, w, c if compressed else None, sink=sink, method=method, **compressed))
+    f = jax.jit(lambda q, w, c, f=f: f(q, w, c if compressed else None, sink=sink, **compressed))
     text = f.trace(q, w, c).lower(lowering_platforms=("cuda",)).as_text()
     assert sorted(re.findall(r"custom_call @dsv4_fmha_(\w+)", text)) == targets
 
 
-def test_fused_insists():
+def test_the_reference_is_the_definition():
     q, w, c, sink = operands()
-    with pytest.raises(NotImplementedError, match=r"method: got 'fused' for float32, d=8, wanted 'two_pass', or"):
-        dsv4_attention(q, w, c, ratio=4, method="fused")
     for x, y in zip(
-        dsv4_attention(q, w, c, ratio=4, sink=sink, method="fused", implementation="reference"),
+        dsv4_attention(q, w, c, ratio=4, sink=sink, implementation="reference"),
         reference.dsv4_attention(q, w, c, ratio=4, sink=sink),
         strict=True,
     ):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_spans_say_what_numbers_say(implementation, chosen):
+    q, w, c, sink = operands()
+    how = {"sink": sink, "implementation": implementation} | ({"indices": INDICES} if chosen else {})
+    f = functools.partial(dsv4_attention, q, w, c, **how)
+    want = f(window=3, ratio=2, q_offset=2)
+    near, far = Span.sliding_window(6, 3, 2), Span.compressed(6, 2, 2)
+    for spans in ({"window": near, "ratio": far}, {"window": near, "ratio": 2, "q_offset": 2}):
+        jax.tree.map(np.testing.assert_array_equal, f(**spans), want)
+    with pytest.raises(ValueError, match=r"^dsv4_attention: q_offset: got 2, wanted 0 where Spans"):
+        f(window=near, ratio=far, q_offset=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("case", [c for c in LAYERS if c.s_c], ids=lambda case: case.name)
-def test_the_methods_agree(case):
+def test_one_launch_and_two_agree(case):
     args, kwargs = case.operands()
-    numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
-    for method in ("two_pass", "fused"):
-        f = jax.jit(lambda args, kwargs, m=method: dsv4_attention(
-            *args, **kwargs, **numbers, method=m, implementation="cubin"))  # fmt: skip
+    numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if isinstance(kwargs.get(name), int)}
+    for op in (in_two_passes, dsv4_attention):
+        f = jax.jit(lambda args, kwargs, op=op: op(*args, **kwargs, **numbers, implementation="cubin"))
         assert_right(f(args, kwargs), run_reference(case))
 
 
@@ -102,10 +135,11 @@ def test_packed_documents_by_kernels(chosen, h_q):
     q, w, c, sink = (jnp.asarray(std * rng.standard_normal(x), jnp.float32) for x, std in shapes.items())
     q, w, c = (x.astype(jnp.bfloat16) for x in (q, w, c))
     ids = jnp.repeat(jnp.arange(5, dtype=jnp.int32), jnp.array(lengths), total_repeat_length=s)[None]
-    how = {"span": Span.segments(ids), "compressed_span": Span.compressed_segments(ids, ratio), "sink": sink}
+    window = Span.sliding_window(s, 128) & Span.segments(ids)
+    how = {"window": window, "ratio": Span.compressed_segments(ids, ratio), "sink": sink}
     if chosen:
         how["indices"] = jnp.asarray(rng.permuted(np.tile(np.arange(n), (s, 1)), axis=1)[None, :, :64], jnp.int32)
-    f = jax.jit(lambda q, w, c: dsv4_attention(q, w, c, **how, method="fused", implementation="cubin"))
+    f = jax.jit(lambda q, w, c: dsv4_attention(q, w, c, **how, implementation="cubin"))
     assert f.lower(q, w, c).as_text().count("custom_call @dsv4_fmha") == 1
     exact = [x.astype(jnp.float32) for x in (q, w, c)]
     want = jax.jit(lambda *x: reference.dsv4_attention(*x, **how))
@@ -134,22 +168,25 @@ def operands(b=2, s_q=6, s_w=9, s_c=3, h=2, d=8):
 
 def test_traced_offsets_equal_ints():
     q, w, c, sink = operands()
-    f = functools.partial(dsv4_attention, q, w, c, ratio=4, sink=sink, window=3)
-    want = jax.jit(lambda: f(q_offset=7, kv_offset=4))()
+
+    def f(i, j):
+        window = Span.sliding_window(6, 3, i).keys_from(j)
+        return dsv4_attention(q, w, c, ratio=4, sink=sink, window=window, q_offset=i)
+
+    want = jax.jit(lambda: f(7, 4))()
     for offsets in ((jnp.int32(7), jnp.int32(4)), (jnp.full(2, 7, jnp.int32), jnp.int32(4))):
-        for x, y in zip(jax.jit(lambda i, j: f(q_offset=i, kv_offset=j))(*offsets), want, strict=True):
+        for x, y in zip(jax.jit(f)(*offsets), want, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_offset", [-5, jnp.array([-5, -2], jnp.int32)])
+@pytest.mark.parametrize("first_key", [-5, jnp.array([-5, -2], jnp.int32)])
 @pytest.mark.parametrize("compressed", [{}, {"ratio": 4}])
-def test_positions_below_0_are_not_seen(kv_offset, compressed):
+def test_positions_below_0_are_not_seen(first_key, compressed):
     """A chunk at the front of a prompt, with an empty carry, whose contents do not matter."""
     q, w, c, sink = operands()
-    first = np.broadcast_to(-np.asarray(kv_offset), 2)
-    f = jax.jit(
-        lambda w: dsv4_attention(q, w, c, sink=sink, kv_offset=kv_offset, **(compressed or {"indices": INDICES}))
-    )
+    first = np.broadcast_to(-np.asarray(first_key), 2)
+    window = Span.sliding_window(6, 128).keys_from(first_key)
+    f = jax.jit(lambda w: dsv4_attention(q, w, c, sink=sink, window=window, **(compressed or {"indices": INDICES})))
     below = np.arange(w.shape[1]) < first[:, None]
     got = f(jnp.where(below[..., None], 7.0, w))
     for x, y in zip(got, f(jnp.where(below[..., None], jnp.nan, w)), strict=True):
@@ -206,15 +243,18 @@ def test_packed_documents(implementation, chosen):
     q, w, c = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in ((1, s, 2, 8), (1, s, 8), (1, n, 8)))
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), jnp.array(lengths), total_repeat_length=s)[None]
     indices = jnp.asarray(rng.permuted(np.tile(np.arange(n), (s, 1)), axis=1)[None, :, :6], jnp.int32)
-    f = functools.partial(dsv4_attention, window=3, implementation=implementation)
-    spans = {"span": Span.segments(ids), "compressed_span": Span.compressed_segments(ids, ratio)}
+    f = functools.partial(dsv4_attention, implementation=implementation)
+    spans = {
+        "window": Span.sliding_window(s, 3) & Span.segments(ids),
+        "ratio": Span.compressed_segments(ids, ratio),
+    }
     got = f(q, w, c, **spans, **({"indices": indices} if chosen else {}))
     at = entry = 0
     for length in lengths:
         mine, entries = slice(at, at + length), slice(entry, entry + length // ratio)
         own = indices[:, mine] - entry
         own = {"indices": jnp.where(own < length // ratio, own, -1)} if chosen and length >= ratio else {}
-        want = f(q[:, mine], w[:, mine], c[:, entries], ratio=ratio, **own)
+        want = f(q[:, mine], w[:, mine], c[:, entries], window=3, ratio=ratio, **own)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x[:, mine], y, rtol=1e-5, atol=1e-6)
         at, entry = at + length, entry + length // ratio
@@ -230,11 +270,11 @@ def test_a_chunk_over_pages(implementation, chosen):
     entries = entries.at[1, :page].set(entries[0, :page])
     table = jnp.array([[5, 0, 2], [5, 7, -1]], jnp.int32)
     pool = jnp.full((9, page, d), jnp.nan).at[table].set(entries.reshape(b, -1, page, d), mode="drop")
-    how = {"ratio": ratio, "window": 5, "q_offset": jnp.array([20, 13]), "kv_offset": jnp.array([16, 9])}
+    how = {"ratio": ratio, "window": Span.sliding_window(s_q, 5, 4), "q_offset": jnp.array([20, 13])}
     indices = jnp.asarray(np.random.default_rng(3).integers(-1, s_c + 1, (b, s_q, 7)), jnp.int32)
     there = jnp.arange(s_c) < jnp.array([[s_c], [2 * page]])
     if chosen:
-        how |= {"indices": indices, "topk_length": jnp.full((b, s_q), 6, jnp.int32)}
+        how |= {"indices": indices}
         listed = jnp.where(jnp.take_along_axis(there[:, None], indices.clip(0, s_c - 1), 2), indices, -1)
     else:
         listed = jnp.broadcast_to(jnp.where(there, jnp.arange(s_c), -1)[:, None], (b, s_q, s_c))
@@ -252,7 +292,8 @@ def test_a_chunk_over_pages_launches(layout):
     """One kernel that is handed the pool as it is; of packed pages a kernel for each source."""
     q, window = jnp.zeros((2, 6, 64, 512), jnp.bfloat16), jnp.zeros((2, 133, 512), jnp.bfloat16)
     cache = Cache.zeros(50, 64, block_table=jnp.zeros((2, 16), jnp.int32), layout=layout)
-    f = jax.jit(functools.partial(dsv4_attention, ratio=4, q_offset=900, kv_offset=773, implementation="cubin"))
+    near = Span.sliding_window(6, 128, 127)
+    f = jax.jit(functools.partial(dsv4_attention, window=near, ratio=4, q_offset=900, implementation="cubin"))
     indices = jnp.zeros((2, 6, 9), jnp.int32)
     text = f.trace(q, window, cache, indices=indices).lower(lowering_platforms=("cuda",)).as_text()
     targets = ["csa_fwd"] if layout is None else ["mla_span_fwd", "dsv4_decode"]
@@ -270,7 +311,7 @@ def test_a_chunk_over_packed_pages_by_kernels(cuda, layout):
         shapes = (8, (b, s_q, 64, 512)), (0.125, (b, s_q + 127, 512)), (0.125, (b * s_c // page, page, 512))
         q, window, entries = (jnp.asarray(std * rng.standard_normal(s), jnp.bfloat16) for std, s in shapes)
         table = jnp.asarray(rng.permutation(b * s_c // page).reshape(b, -1), jnp.int32).at[1, 3].set(-1)
-        how = {"ratio": 2, "q_offset": jnp.array([1200, 900]), "kv_offset": jnp.array([1073, 773])}
+        how = {"window": Span.sliding_window(s_q, 128, 127), "ratio": 2, "q_offset": jnp.array([1200, 900])}
         indices = rng.integers(-3, s_c + 3, (b, s_q, 300)).astype(np.int32)
         cache = Cache(quantize_cache(entries, layout), table, layout)
         got = dsv4_attention(q, window, cache, indices=jnp.asarray(indices), **how, implementation="cubin")
@@ -296,9 +337,9 @@ def test_the_sink_enters_once():
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("method", ["two_pass", "fused"])
+@pytest.mark.parametrize("op", [dsv4_attention, in_two_passes])
 @pytest.mark.parametrize("indices", [None, jnp.array([[[0, 2, -1]] * 6] * 2, jnp.int32)], ids=["dense", "topk"])
-def test_gradients_equal_the_definitions(indices, method):
+def test_gradients_equal_the_definitions(indices, op):
     q, w, c, sink = operands()
     kwargs = {"ratio": 4} if indices is None else {"indices": indices}
 
@@ -309,8 +350,7 @@ def test_gradients_equal_the_definitions(indices, method):
 
         return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, w, c, sink)
 
-    of_method = grads(functools.partial(dsv4_attention, method=method))
-    for x, y in zip(of_method, grads(reference.dsv4_attention), strict=True):
+    for x, y in zip(grads(op), grads(reference.dsv4_attention), strict=True):
         assert jnp.isfinite(x).all()
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
@@ -327,7 +367,7 @@ def test_vmap():
 # q before its norm and RoPE
 
 
-TURN = {"rope_table": Rope(4).table(jnp.arange(6, dtype=jnp.int32)[None] + 3), "norm_eps": 0.1}
+TABLE = Rope(4).table(jnp.arange(6, dtype=jnp.int32)[None] + 3)
 
 
 @pytest.mark.parametrize("eps", [None, 0.1])
@@ -342,44 +382,48 @@ def test_norm_and_rope_are_those_apart(how, eps):
         return inverse_rope(o, positions, rotation), lse
 
     def together(q, w, c):
-        return dsv4_attention(q, w, c if how else None, sink=sink, **how, rope_table=TURN["rope_table"], norm_eps=eps)
+        return dsv4_attention(q, w, c if how else None, sink=sink, **how, rope=QueryRope(TABLE, eps))
 
     for x, y in zip(together(q, w, c), apart(q, w, c), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(
-    "turn, message",
+    "turn, error, message",
     [
-        ({"o_groups": True}, "o_groups: got True, wanted an int >= 1"),
-        ({"norm_eps": 0.1}, "norm_eps: got 0.1, wanted None without a rope_table"),
-        ({"rope_table": jnp.ones((1, 5, 4))}, r"rope_table: got .*, wanted float32\[b=2 or 1, s_q=6, n\], n even"),
-        ({"rope_table": jnp.ones((1, 6, 10))}, r"rope_table: got .* n even, from 2 to 8"),
-        ({"rope_table": jnp.ones((1, 6, 0))}, r"rope_table: got float32\[1, 6, 0\], wanted .* n even, from 2 to 8"),
-        (TURN | {"norm_eps": 0.0}, "norm_eps: got 0.0, wanted a float > 0"),
+        (TABLE, TypeError, r"rope: got float32\[1, 6, 4\], wanted a QueryRope or None"),
+        (QueryRope(jnp.ones((1, 5, 4))), ValueError, r"rope.table: got .*, wanted float32\[b=2 or 1, s_q=6, n\]"),
+        (QueryRope(jnp.ones((1, 6, 10))), ValueError, r"rope.table: got .* n even, from 2 to 8"),
+        (
+            QueryRope(jnp.ones((1, 6, 0))),
+            ValueError,
+            r"rope.table: got float32\[1, 6, 0\], wanted .* n even, from 2 to 8",
+        ),
+        (QueryRope(None), TypeError, "rope.table: got None, wanted float32"),
+        (QueryRope(TABLE, 0.0), ValueError, "rope.eps: got 0.0, wanted a float > 0"),
     ],
 )
-def test_a_turn_that_does_not_fit(turn, message):
+def test_a_turn_that_does_not_fit(turn, error, message):
     q, w, _, _ = operands()
-    with pytest.raises(ValueError, match=message):
-        dsv4_attention(q, w, **turn)
+    with pytest.raises(error, match=f"^dsv4_attention: {message}"):
+        dsv4_attention(q, w, rope=turn)
 
 
-def loss_of_table(f, **how):
+def loss_of_table(f, eps, **how):
     """A number that depends on all of o and lse, of q and a table."""
     q, w, _, sink = operands()
 
     def loss(q, table):
-        o, lse = f(q, w, sink=sink, **how, rope_table=table)
+        o, lse = f(q, w, sink=sink, **how, rope=QueryRope(table, eps))
         return (o * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + jnp.sin(3 * lse).sum()
 
-    return loss, (q, TURN["rope_table"])
+    return loss, (q, TABLE)
 
 
 @pytest.mark.parametrize("eps", [None, 0.1])
 def test_the_reference_has_every_derivative_in_a_table(eps):
     """Those of finite differences, in both modes, and the second ones."""
-    loss, x = loss_of_table(dsv4_attention, norm_eps=eps, implementation="reference")
+    loss, x = loss_of_table(dsv4_attention, eps, implementation="reference")
     check_grads(loss, x, order=2, modes=["fwd", "rev"], atol=3e-2, rtol=3e-2, eps=1e-2)
 
 
@@ -387,14 +431,14 @@ def test_the_reference_has_every_derivative_in_a_table(eps):
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit, jax.checkpoint])
 def test_elsewhere_a_derivative_in_a_table_is_an_error(outer, eps):
     """And one in q alone is none, also where the table is traced."""
-    loss, (q, table) = loss_of_table(dsv4_attention, norm_eps=eps)
+    loss, (q, table) = loss_of_table(dsv4_attention, eps)
     loss = outer(loss)
-    says = r"^dsv4_attention: gradient: got a derivative in rope_table, wanted jax.lax.stop_gradient\(rope_table\), or"
+    says = r"^dsv4_attention: gradient: got a derivative in rope.table, wanted jax.lax.stop_gradient\(rope.table\), or"
     with pytest.raises(NotImplementedError, match=says):
         jax.grad(loss, argnums=1)(q, table)
     with pytest.raises(NotImplementedError, match=says):
         jax.jvp(functools.partial(loss, q), (table,), (table,))
-    want, _ = loss_of_table(dsv4_attention, norm_eps=eps, implementation="reference")
+    want, _ = loss_of_table(dsv4_attention, eps, implementation="reference")
     got = jax.jit(jax.grad(lambda q, table: loss(q, jax.lax.stop_gradient(table)), (0, 1)))(q, table)
     np.testing.assert_allclose(got[0], jax.grad(want)(q, table), rtol=1e-4, atol=1e-5)
     assert not got[1].any()
@@ -407,8 +451,8 @@ def large(h, dtype, s=7, kinds=""):
     x = {name: jnp.asarray(2 * rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
     if not kinds:
         del x["compressed_kv"]
-    how = {"sink": jnp.asarray(rng.standard_normal(h), jnp.float32), "norm_eps": 1e-2, "window": min(s, 128)}
-    how["rope_table"] = Rope(64).table(jnp.arange(s, dtype=jnp.int32)[None])
+    how = {"sink": jnp.asarray(rng.standard_normal(h), jnp.float32), "window": min(s, 128)}
+    how["rope"] = QueryRope(Rope(64).table(jnp.arange(s, dtype=jnp.int32)[None]), 1e-2)
     how |= {
         "": {},
         "all": {"ratio": 2},
@@ -419,10 +463,10 @@ def large(h, dtype, s=7, kinds=""):
 
 def in_passes(x, how):
     """The same attention by passes of their own."""
-    plain = {name: y for name, y in how.items() if name not in ("rope_table", "norm_eps")}
-    q = normed_then_rotated(x["q"], how["rope_table"], how["norm_eps"])
+    plain = {name: y for name, y in how.items() if name != "rope"}
+    q = normed_then_rotated(x["q"], how["rope"].table, how["rope"].eps)
     o, lse = dsv4_attention(**(x | {"q": q}), **plain)
-    return rotated(o, how["rope_table"], -1), lse
+    return rotated(o, how["rope"].table, -1), lse
 
 
 OF_KINDS = {"": "mla_span_fwd", "all": "hca_fwd", "chosen": "csa_fwd"}
@@ -469,7 +513,7 @@ def test_a_gradient_is_one_kernel_where_it_is_made_for_the_heads(kinds, h, deter
 
     def gradient(x):
         def project(x):
-            o, _ = dsv4_attention(**x, **how, o_groups=4, deterministic=deterministic)
+            o, _ = in_groups(4, **({"compressed_kv": None} | x), **how, deterministic=deterministic)
             return jnp.einsum("bsgk,gkr->bsgr", o.reshape(1, 4, 4, -1), w)
 
         return jax.vjp(project, x)[1](d)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import Cache, Span
+from jax_dsv4_fmha import Cache, QueryRope, Span
 
 B, S_Q, S_KV, H_Q, H_KV, D, TOPK = 2, 3, 5, 4, 2, 8, 6
 ERRORS = (ValueError, NotImplementedError, TypeError)
@@ -29,8 +29,7 @@ Q, K = array(B, S_Q, H_Q, D), array(B, S_KV, H_KV, D)
 KV = array(B, S_KV, D)
 SINK = array(H_Q, dtype=jnp.float32)
 INDICES = array(B, S_Q, TOPK, dtype=jnp.int32)
-LENGTH = array(B, S_Q, dtype=jnp.int32)
-LENS = array(B, dtype=jnp.int32)
+LENS, PLACES = array(B, dtype=jnp.int32), array(B, S_Q, dtype=jnp.int32)
 CACHE = Cache(array(4, S_KV, D), array(B, 2, dtype=jnp.int32))
 FP8 = Cache.zeros(B, S_KV, dtype=jnp.float8_e4m3fn)
 PART = (Q, array(B, S_Q, H_Q, dtype=jnp.float32))
@@ -39,17 +38,16 @@ PART = (Q, array(B, S_Q, H_Q, dtype=jnp.float32))
 CALLS: dict[str, dict[str, Any]] = {
     "fmha": {"q": Q, "k": K, "v": K, "span": Span.causal(S_Q), "sink": SINK, "scale": 0.5, "implementation": None},
     "sparse_fmha": {
-        "q": Q, "kv": KV, "indices": INDICES, "topk_length": LENGTH, "sink": SINK, "scale": 0.5,
-        "implementation": "reference",
+        "q": Q, "kv": KV, "indices": INDICES, "sink": SINK, "scale": 0.5, "implementation": "reference",
     },
     "dsv4_attention": {
-        "q": Q, "window_kv": KV, "compressed_kv": KV, "sink": SINK, "indices": INDICES, "topk_length": LENGTH,
-        "ratio": 4, "window": 2, "q_offset": LENS, "kv_offset": 3, "window_lengths": LENS, "scale": 0.5, "method": None,
+        "q": Q, "window_kv": KV, "compressed_kv": KV, "window": 2, "ratio": 4, "indices": INDICES, "q_offset": LENS,
+        "sink": SINK, "rope": QueryRope(array(1, S_Q, 4, dtype=jnp.float32), 1e-6), "precision": None, "scale": 0.5,
         "implementation": None,
     },
     "dsv4_decode": {
         "q": Q, "window_cache": CACHE, "compressed_cache": CACHE, "lengths": LENS, "sink": SINK, "indices": INDICES,
-        "topk_length": LENGTH, "ratio": 4, "window": 2, "q_offset": LENS, "is_causal": True, "scale": 0.5,
+        "ratio": 4, "window": 2, "q_offset": LENS, "is_causal": True, "precision": None, "scale": 0.5,
         "implementation": None,
     },
     "dot_product_attention": {
@@ -98,20 +96,28 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
         ("fmha", {"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn', wanted None or 'cubin' or"),
         ("sparse_fmha", {"indices": INDICES.astype(jnp.int16)}, ValueError, r"indices: got int16.*wanted int32\[b=2"),
         ("sparse_fmha", {"indices": np.zeros(INDICES.shape, np.int64)}, ValueError, "indices: got int64"),
-        ("sparse_fmha", {"topk_length": LENS}, ValueError, r"topk_length: got int32\[2\], wanted int32\[b=2, s_q=3\]"),
         ("sparse_fmha", {"kv": CACHE}, TypeError, r"kv: got a Cache, wanted bfloat16\[b=2, s_kv, d=8\]"),
         ("sparse_fmha", {"kv": K}, ValueError, r"kv: got bfloat16\[2, 5, 2, 8\], wanted bfloat16\[b=2, s_kv, d=8\]"),
         ("sparse_fmha", {"implementation": "cubin"}, NotImplementedError, "got 'cubin' for bfloat16, d=8, wanted"),
-        ("dsv4_attention", {"method": "fused"}, NotImplementedError, "method: got 'fused' for bfloat16, d=8, wanted"),
-        ("dsv4_attention", {"method": "three_pass"}, ValueError, "method: got 'three_pass', wanted None or 'two_pass'"),
         ("dsv4_attention", {"compressed_kv": None}, ValueError, "indices: got int32.*wanted None without comp"),
-        ("dsv4_attention", {"indices": None}, ValueError, "topk_length: got int32.*wanted None without indices"),
-        ("dsv4_attention", {"indices": None, "topk_length": None, "ratio": None}, ValueError, "ratio: got None"),
+        ("dsv4_attention", {"compressed_kv": None, "indices": None, "ratio": Span.causal(S_Q)}, ValueError,
+         "ratio: got a Span, wanted None without compressed_kv"),
+        ("dsv4_attention", {"indices": None, "ratio": None}, ValueError,
+         "ratio: got None, wanted an int >= 1, or a Span, or indices, with compressed_kv"),
+        ("dsv4_attention", {"ratio": (0, 3)}, TypeError,
+         r"ratio: got \(0, 3\), wanted an int >= 1, known while tracing, or a Span"),
+        ("dsv4_attention", {"ratio": Span.causal(S_Q + 1)}, ValueError, r"ratio.stop: got int32\[1, 4\], wanted"),
+        ("dsv4_attention", {"window": Span.causal(S_Q + 1)}, ValueError, r"window.stop: got int32\[1, 4\], wanted"),
+        ("dsv4_attention", {"window": LENS}, TypeError, r"window: got int32\[2\], wanted an int >= 1, .* or a Span"),
+        ("dsv4_attention", {"window": Span.causal(S_Q), "ratio": None}, ValueError,
+         r"q_offset: got int32\[2\], wanted 0 where Spans alone say what is seen"),
+        ("dsv4_attention", {"rope": SINK}, TypeError, r"rope: got float32\[4\], wanted a QueryRope or None"),
+        ("dsv4_attention", {"precision": "float8"}, ValueError, "precision: got 'float8', wanted None or 'float8"),
         ("dsv4_attention", {"ratio": 0}, ValueError, "ratio: got 0, wanted an int >= 1"),
         ("dsv4_attention", {"window": 1.5}, TypeError, "window: got 1.5, wanted an int >= 1"),
         ("dsv4_attention", {"q_offset": LENS[:1]}, ValueError, r"q_offset: got int32\[1\], wanted int32\[b=2\]"),
         ("dsv4_attention", {"q_offset": 1.5}, TypeError, "q_offset: got 1.5, wanted an int, an int32 scalar or "),
-        ("dsv4_attention", {"kv_offset": 2**31}, ValueError, "kv_offset: got 2147483648"),
+        ("dsv4_attention", {"q_offset": 2**31}, ValueError, "q_offset: got 2147483648"),
         ("dsv4_decode", {"window_cache": KV}, TypeError, r"window_cache: got bfloat16\[2, 5, 8\], wanted a Cache"),
         ("dsv4_decode", {"window_cache": Cache(Q[0])}, ValueError, r"window_cache.entries: got bfloat16\[3, 4, 8\]"),
         ("dsv4_decode", {"compressed_cache": Cache(CACHE.entries, LENS)}, ValueError,
@@ -122,8 +128,9 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
         ("dsv4_decode", {"window_cache": Cache(KV), "window": 4}, ValueError,
          "window_cache: got room for 5 entries of a sequence, wanted window \\+ s_q - 1 = 6 at least"),
         ("dsv4_decode", {"compressed_cache": None}, ValueError, "indices: got int32.*wanted None without compressed"),
-        ("dsv4_decode", {"indices": None}, ValueError, "topk_length: got int32.*wanted None without indices"),
-        ("dsv4_decode", {"indices": None, "topk_length": None, "ratio": None}, ValueError, "ratio: got None"),
+        ("dsv4_decode", {"indices": None, "ratio": None}, ValueError, "ratio: got None"),
+        ("dsv4_decode", {"ratio": Span.causal(S_Q)}, TypeError, "ratio: got a Span, wanted an int >= 1, known while"),
+        ("dsv4_decode", {"precision": "float8"}, ValueError, "precision: got 'float8', wanted None or 'float8_e4m3fn'"),
         ("dsv4_decode", {"lengths": LENS[:1]}, ValueError, r"lengths: got int32\[1\], wanted int32\[b=2\]"),
         ("dsv4_decode", {"lengths": None}, TypeError, "lengths: got None"),
         ("dsv4_decode", {"window": 0}, ValueError, "window: got 0, wanted an int >= 1"),
@@ -144,7 +151,7 @@ def test_error(op, wrong, error, message):
 
 
 INDEXER_Q, INDEXER_K, WEIGHTS = array(B, S_Q, H_Q, D), KV, array(B, S_Q, H_Q, dtype=jnp.float32)
-INDEXER = {"q": INDEXER_Q, "k": INDEXER_K, "weights": WEIGHTS, "ratio": 4}
+INDEXER = {"q": INDEXER_Q, "k": INDEXER_K, "weights": WEIGHTS, "span": Span.compressed(S_Q, 4)}
 MORE_CALLS: dict[str, dict[str, Any]] = {
     "lightning_indexer": INDEXER | {"topk": 2},
     "indexer_blocks": INDEXER | {"count": 2},
@@ -177,7 +184,7 @@ def test_options_are_checked_before_paths_part(op, name, default, implementation
                 call(op, **operands | {name: wrong})
 
 
-@pytest.mark.parametrize("name, wrong", [("block", 0), ("ratio", 1.5), ("q_offset", "first"), ("blocks", KV)])
+@pytest.mark.parametrize("name, wrong", [("block", 0), ("span", 1.5), ("span", None), ("blocks", KV)])
 def test_options_of_a_choice_from_nothing(name, wrong):
     with pytest.raises((TypeError, ValueError), match=f"^lightning_indexer: {name}: got "):
         call("lightning_indexer", **MORE_CALLS["lightning_indexer"] | {"k": KV[:, :0], name: wrong})
@@ -190,9 +197,9 @@ def test_options_of_a_choice_from_nothing(name, wrong):
         ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 5, 2, D), "v": None}, "q"),
         ("dot_product_attention", {"query": array(B, 2, 9, D), "key": array(B, 1, 5, D), "value": array(B, 1, 5, D)},
          "query"),
-        ("sparse_fmha", {"q": Q.swapaxes(1, 2), "topk_length": None}, "q"),
-        ("dsv4_attention", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}, "q"),
-        ("dsv4_decode", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}, "q"),
+        ("sparse_fmha", {"q": Q.swapaxes(1, 2)}, "q"),
+        ("dsv4_attention", {"q": Q.swapaxes(1, 2), "indices": None}, "q"),
+        ("dsv4_decode", {"q": Q.swapaxes(1, 2), "indices": None}, "q"),
         ("merge", {"parts": [(Q.swapaxes(1, 2), PART[1].swapaxes(1, 2))]}, "parts[0] o"),
         ("merge", {"parts": [(Q.swapaxes(1, 2), PART[1])]}, "parts[0] o"),
         ("merge", {"parts": [(Q.swapaxes(1, 2), PART[1].swapaxes(1, 2)), PART]}, "parts[0] o"),
@@ -287,8 +294,8 @@ def test_error_of_fp8(caches, q, error, message):
         (lambda: lib.dequantize_cache(FP8.entries, "v41_fp8"), ValueError, r"wanted uint8\[..., 528 n bytes\], n >= 1"),
         (lambda: CACHE.append(KV[..., :4], INDICES[:, 0]), ValueError, r"Cache.append: positions: got int32\[2, 6\]"),
         (lambda: CACHE.append(KV[..., :4], INDICES[:, 0, :5]), ValueError, r"append: cache.entries: got bfloat16"),
-        (lambda: Cache(3).take(LENGTH), TypeError, r"^Cache.take: cache.entries: got 3, wanted an array"),
-        (lambda: Cache(KV, 1.5).take(LENGTH), TypeError, r"^Cache.take: cache.block_table: got 1.5, wanted an array"),
+        (lambda: Cache(3).take(PLACES), TypeError, r"^Cache.take: cache.entries: got 3, wanted an array"),
+        (lambda: Cache(KV, 1.5).take(PLACES), TypeError, r"^Cache.take: cache.block_table: got 1.5, wanted an array"),
         (lambda: Cache(KV, LENS).take(), TypeError, r"^Cache.take: cache.block_table: got int32\[2\], wanted an array"),
         (lambda: Cache(KV.astype(jnp.int8)).take(), ValueError, r"^Cache.take: cache.entries: got int8\[2, 5, 8\], w"),
         (lambda: Cache(FP8.entries, None, "fp4").take(), ValueError, r"^Cache.take: layout: got 'fp4', wanted"),
@@ -327,11 +334,12 @@ NUMBERS = st.one_of(
 )
 CACHES = st.builds(Cache, *[st.one_of(ARRAYS, NUMBERS, st.none())] * 2)
 SPANS = st.builds(Span, *[st.one_of(ARRAYS, NUMBERS, st.none())] * 2)
+ROPES = st.builds(QueryRope, *[st.one_of(ARRAYS, NUMBERS, st.none())] * 2)
 OTHER = st.one_of(
     st.none(), st.text(max_size=3), st.just(object()), st.just([PART]), st.just([1, 2]), st.just(jax.random.key(0)),
-    st.sampled_from(["cubin", "reference", "two_pass", "fused"]), st.tuples(ARRAYS, ARRAYS), st.just(jnp.bfloat16(1)),
+    st.sampled_from(["cubin", "reference", "float8_e4m3fn"]), st.tuples(ARRAYS, ARRAYS), st.just(jnp.bfloat16(1)),
 )  # fmt: skip
-ANYTHING = st.one_of(ARRAYS, NUMPY, NUMBERS, SPANS, CACHES, OTHER)
+ANYTHING = st.one_of(ARRAYS, NUMPY, NUMBERS, SPANS, ROPES, CACHES, OTHER)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -348,7 +356,7 @@ def test_any_operand_may_be_anything(op, data):
         assert type(e) in ERRORS, e
         assert str(e).split(":")[0] in CALLS, e  # op, or the op that it calls
         assert all(word in str(e) for word in (": got ", ", wanted ")), e
-        assert (", built " in str(e)) == (": got 'cubin' " in str(e) or ": got 'fused' " in str(e)), e
+        assert (", built " in str(e)) == (": got 'cubin' " in str(e)), e
     else:
         q = operands["parts"][0][0] if op == "merge" else operands.get("q", operands.get("query"))
         o, lse = got if isinstance(got, tuple) else (got, None)

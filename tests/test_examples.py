@@ -97,7 +97,7 @@ def test_a_cache_that_devices_share_out(devices=3, s_q=3):
     operands = (q, index_q, weights, window, held, lengths, sink)
     got = step(*operands)
 
-    indices = lightning_indexer(index_q, keys, weights, topk=topk, ratio=ratio, q_offset=lengths - s_q)
+    indices = lightning_indexer(index_q, keys, weights, topk=topk, span=Span.compressed(s_q, ratio, lengths - s_q))
     how = {"lengths": lengths, "sink": sink, "ratio": ratio, "window": 16}
     want = dsv4_decode(q, window, Cache(entries), indices=indices, **how)
     for x, y in zip(got, want, strict=True):

@@ -28,8 +28,9 @@ def segments(q, k, i, j):
 
 
 def layer(q, w, c, n):
-    near, _ = dsv4_attention(q, w, window=3, q_offset=w.shape[1] - q.shape[1], window_lengths=n)
-    return dsv4_attention(near, w, c, ratio=4, window=3, kv_offset=-q.shape[1], window_lengths=n)
+    s = q.shape[1]
+    near, _ = dsv4_attention(q, w, window=Span.sliding_window(s, 3, w.shape[1] - s) & Span.lengths(n))
+    return dsv4_attention(near, w, c, window=Span.sliding_window(s, 3, s) & Span(s, n[:, None]), ratio=4)
 
 
 def decode(q, w, c):
@@ -143,13 +144,14 @@ def example_of(kind):
     return None if jax.tree_util.all_leaves([instance]) else instance
 
 
-STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True}
+STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True,
+          "reach": 6, "eps": 1e-6}  # fmt: skip
 PUBLIC = {name: getattr(module, name) for module in (lib, layers) for name in module.__all__}
 PYTREES = {name: x for name, kind in PUBLIC.items() if isinstance(kind, type) and (x := example_of(kind)) is not None}
 
 
 def test_public_pytrees_are_found():
-    assert {"Cache", "Span", "LayerCache", "Output", "RunningSums"} <= PYTREES.keys()
+    assert {"Cache", "Span", "QueryRope", "Quantized", "LayerCache", "Output", "RunningSums"} <= PYTREES.keys()
 
 
 @pytest.mark.parametrize("name", PYTREES)

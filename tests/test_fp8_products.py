@@ -39,7 +39,7 @@ def operands(b=2, s_q=12, h=3, s_c=40, topk=20, d=64, std=1.0, dtype=jnp.bfloat1
     return (q, w, c), {"indices": indices, "sink": jnp.asarray(rng.standard_normal(h), jnp.float32), "window": 5}
 
 
-by_e4m3 = functools.partial(dsv4_attention, products=E4M3_PRODUCTS)
+by_e4m3 = functools.partial(dsv4_attention, precision=E4M3_PRODUCTS)
 
 
 def rounded(x, unit):
@@ -72,15 +72,15 @@ def in_float64(q, w, c, indices, sink, window, scale, kept=0):
     return o, lse
 
 
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
 @pytest.mark.parametrize("sizes", [(0, 0), (-30, -30), (9, -3)])
-def test_the_definition_rounds_q_keys_and_weights(products, sizes):
+def test_the_definition_rounds_q_keys_and_weights(precision, sizes):
     """Of both sources apart: so weights of either are rounded in another power of two, which changes the least ones."""
     (q, *keys), how = operands(d=128)
     args = (q, *(x * jnp.exp2(jnp.float32(n)).astype(x.dtype) for x, n in zip(keys, sizes, strict=True)))
     how |= {"scale": 128**-0.5 * 2.0 ** -max(sizes)}
-    o, lse = dsv4_attention(*args, **how, products=products)
-    want_o, want_lse = in_float64(*args, **how, kept=ROPE * (products == BF16_ROPE))
+    o, lse = dsv4_attention(*args, **how, precision=precision)
+    want_o, want_lse = in_float64(*args, **how, kept=ROPE * (precision == BF16_ROPE))
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
     error = np.linalg.norm(np.asarray(o, np.float64) - want_o) / np.linalg.norm(want_o)
     assert error < 4e-3  # of which o's rounding to bfloat16 is 1.7e-3
@@ -97,7 +97,7 @@ def test_great_numbers_of_rope_are_kept():
     off, off_lse = zip(
         *(
             (relative(o, exact), jnp.abs(lse - exact_lse).max())
-            for o, lse in (dsv4_attention(q, w, c, **how, products=x) for x in e4m3.PRODUCTS)
+            for o, lse in (dsv4_attention(q, w, c, **how, precision=x) for x in e4m3.PRODUCTS)
         ),
         strict=True,
     )
@@ -115,11 +115,11 @@ def test_numbers_of_four_bits_are_exact():
     np.testing.assert_allclose(lse, want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
 @pytest.mark.parametrize("compressed", ["chosen", "dense", "none"])
-def test_it_is_one_op_whatever_the_sources(compressed, products):
+def test_it_is_one_op_whatever_the_sources(compressed, precision):
     (q, w, c), how = operands(d=128)
-    by_e4m3 = functools.partial(dsv4_attention, products=products)
+    by_e4m3 = functools.partial(dsv4_attention, precision=precision)
     if compressed != "chosen":
         del how["indices"]
     args, how = (
@@ -165,12 +165,12 @@ def test_a_cache_is_the_entries_that_it_holds(layout, compressed):
 @pytest.mark.parametrize("layout", ["v4_fp8", "v41_fp4"])
 def test_rope_is_kept_as_a_cache_has_it(layout):
     (q, w, c), how = operands(s_q=6, s_c=8, topk=6, d=512)
-    cache, how = paged(c, layout), how | {"products": BF16_ROPE}
+    cache, how = paged(c, layout), how | {"precision": BF16_ROPE}
     want = dsv4_attention(q, w, cache.take()[:, :8], **how)
     for implementation in (None, "reference"):
         assert_right(dsv4_attention(q, w, cache, **how, implementation=implementation), want)
     args, how = chunk(layout, in_pages=True)
-    got = [dsv4_decode(*args, **how, products=BF16_ROPE, implementation=x) for x in (None, "reference")]
+    got = [dsv4_decode(*args, **how, precision=BF16_ROPE, implementation=x) for x in (None, "reference")]
     assert_right(*got)
     assert relative(got[0][0], chunk_by_e4m3(*args, **how)[0]) > 1e-3
 
@@ -253,30 +253,27 @@ def test_keys_of_any_size_are_seen_beside_others(products):
 def test_what_there_are_no_such_products_for():
     (q, w, c), how = operands()
     wanted = [
-        ({"products": "float8_e5m2"}, ValueError, "products: got 'float8_e5m2', wanted None or 'float8_e4m3fn' or"),
-        ({"products": BF16_ROPE}, ValueError, "wanted d > 64, of which the last 64 are RoPE's, with products="),
-        ({"method": "two_pass"}, ValueError, "method: got two_pass, wanted 'fused' or None with products="),
-        ({"batch_invariant": True}, ValueError, "products: got float8_e4m3fn, wanted None with batch_invariant=True"),
+        ({"precision": "float8_e5m2"}, ValueError, "precision: got 'float8_e5m2', wanted None or 'float8_e4m3fn' or"),
+        ({"precision": BF16_ROPE}, ValueError, "wanted d > 64, of which the last 64 are RoPE's, with precision="),
+        ({"batch_invariant": True}, ValueError, "precision: got float8_e4m3fn, wanted None with batch_invariant=True"),
     ]
     for changed, error, message in wanted:
         with pytest.raises(error, match=message):
             by_e4m3(q, w, c, **{**how, **changed})
-    with pytest.raises(NotImplementedError, match=r"method: got 'fused' for bfloat16, d=64, .*wanted None, with which"):
-        by_e4m3(q, w, c, **how, method="fused")
-    with pytest.raises(ValueError, match=r"q: got float16.*wanted bfloat16 with products="):
+    with pytest.raises(ValueError, match=r"q: got float16.*wanted bfloat16 with precision="):
         by_e4m3(*(x.astype(jnp.float16) for x in (q, w, c)), **how)
     caches, how = (Cache(w, None), Cache(c, None)), {"lengths": 12, "indices": how["indices"], "window": 1}
     with pytest.raises(ValueError, match=r"got float8_e4m3fn with s_q=12, wanted None with fewer than 64 queries"):
         chunk_by_e4m3(q, *caches, **how)
-    with pytest.raises(ValueError, match="products: got 'float8_e5m2', wanted None or"):
-        dsv4_decode(q, *caches, **how, products="float8_e5m2")
-    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
+    with pytest.raises(ValueError, match="precision: got 'float8_e5m2', wanted None or"):
+        dsv4_decode(q, *caches, **how, precision="float8_e5m2")
+    with pytest.raises(ValueError, match="precision: got float8_e4m3fn, wanted None with batch_invariant=True"):
         chunk_by_e4m3(q, *caches, **how, batch_invariant=True)
 
 
 def test_there_is_no_gradient():
     args, how = operands()
-    says = "gradient: got a call to differentiate, wanted stop_gradient around it, or products=None, or implementation="
+    says = "gradient: got a call to differentiate, wanted stop_gradient around it, or precision=None, or implementat"
     with pytest.raises(NotImplementedError, match=says):
         jax.grad(lambda q: by_e4m3(q, *args[1:], **how)[0].astype(jnp.float32).sum())(args[0])
     args, how = chunk()
@@ -288,26 +285,26 @@ def weighted(o, lse):
     return (o.astype(jnp.float32) * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + jnp.sin(lse).sum()
 
 
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
-def test_the_reference_has_a_gradient_as_if_nothing_were_rounded(products):
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
+def test_the_reference_has_a_gradient_as_if_nothing_were_rounded(precision):
     """That of bfloat16 products within what is rounded; it grows with the loss, however small or great that is."""
     (q, w, c), how = operands(d=128)
     args = q, w, c, how.pop("sink")
 
     def loss(size, chosen):
         def f(q, w, c, sink):
-            o = dsv4_attention(q, w, c, sink=sink, **how, products=chosen, implementation="reference")
+            o = dsv4_attention(q, w, c, sink=sink, **how, precision=chosen, implementation="reference")
             return size * weighted(*o)
 
         return f
 
-    got = jax.grad(loss(1.0, products), range(4))(*args)
+    got = jax.grad(loss(1.0, precision), range(4))(*args)
     for x, want in zip(got, jax.grad(loss(1.0, None), range(4))(*args), strict=True):
         assert 0.002 < relative(x, want) < 0.15
     for size in (2.0**-40, 2.0**40):
-        for x, y in zip(jax.grad(loss(size, products), range(4))(*args), got, strict=True):
+        for x, y in zip(jax.grad(loss(size, precision), range(4))(*args), got, strict=True):
             np.testing.assert_array_equal(x, y * size)
-    pushed = jax.jvp(loss(1.0, products), args, tuple(map(jnp.ones_like, args)))[1]
+    pushed = jax.jvp(loss(1.0, precision), args, tuple(map(jnp.ones_like, args)))[1]
     np.testing.assert_allclose(pushed, sum(x.astype(jnp.float32).sum() for x in got), rtol=1e-2)
 
 
@@ -331,14 +328,13 @@ def test_codes_of_a_choice_have_no_gradient():
     q, k, weights = (normal(i, *x) for i, x in enumerate([(1, 4, 2, 128), (1, 3, 128), (1, 4, 2)]))
 
     def loss(q, k, weights):
-        q, k, weights, scale = quantize_indexer(q, k, weights)
-        return sum(x.astype(jnp.float32).sum() for x in (q, k, weights, scale))
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(quantize_indexer(q, k, weights)))
 
     of_q, of_k, of_weights = jax.grad(loss, (0, 1, 2))(q, k, weights)
     assert not of_q.any() and not of_k.any() and of_weights.all()
 
 
-chunk_by_e4m3 = functools.partial(dsv4_decode, products=E4M3_PRODUCTS)
+chunk_by_e4m3 = functools.partial(dsv4_decode, precision=E4M3_PRODUCTS)
 
 
 def chunk(layout=None, in_pages=False, s_q=64, h=2, window=5, s_c=30, topk=9, chosen=True, ring=False, b=3):
@@ -413,8 +409,8 @@ def test_the_definition_of_a_chunk_is_that_of_its_keys():
     first, window = 90 - 64, how["window"]
     kv = near.take(first - window + 1 + jnp.arange(64 + window - 1)[None])
     entries = jnp.where(jnp.arange(30)[None, :, None] < 30, far.take(), 0)
-    at = {"q_offset": first, "kv_offset": first - window + 1}
-    want = by_e4m3(q, kv, entries, **at, **{name: x for name, x in how.items() if name != "lengths"})
+    at = {"window": Span.sliding_window(64, window, window - 1), "q_offset": first}
+    want = by_e4m3(q, kv, entries, **{name: x for name, x in how.items() if name != "lengths"} | at)
     assert_right(chunk_by_e4m3(*args, **how, implementation="reference"), want)
 
 
@@ -506,12 +502,12 @@ def layer_of(rope=8, **choices):
 
 
 @pytest.mark.parametrize(
-    ("cache", "products"),
+    ("cache", "precision"),
     [("bfloat16", E4M3_PRODUCTS), ("float8_e4m3fn", E4M3_PRODUCTS), ("float8_e4m3fn", BF16_ROPE)],
 )
-def test_a_layer_passes_products_to_prompts_and_chunks(cache, products):
+def test_a_layer_passes_products_to_prompts_and_chunks(cache, precision):
     """Chunks are those of a whole prompt, but for what the cache rounds; a step is as without."""
-    layer, usual = layer_of(ROPE, products=products), layer_of(ROPE)
+    layer, usual = layer_of(ROPE, precision=precision), layer_of(ROPE)
     params = usual.init(jax.random.key(0), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (2, 32, 64)).astype(jnp.bfloat16)
     length = lambda y: jnp.linalg.norm(y.astype(jnp.float32))  # noqa: E731
@@ -534,13 +530,13 @@ def test_a_layer_passes_products_to_prompts_and_chunks(cache, products):
 
 
 def test_a_layer_with_products():
-    with pytest.raises(ValueError, match="products: got 'float8', wanted None or 'float8_e4m3fn'"):
-        layer_of(products="float8")
-    with pytest.raises(ValueError, match="rope: got 8 dims, wanted 64 with products='float8_e4m3fn_bf16_rope'"):
-        layer_of(products=BF16_ROPE)
-    layer = layer_of(products=E4M3_PRODUCTS)
+    with pytest.raises(ValueError, match="precision: got 'float8', wanted None or 'float8_e4m3fn'"):
+        layer_of(precision="float8")
+    with pytest.raises(ValueError, match="rope: got 8 dims, wanted 64 with precision='float8_e4m3fn_bf16_rope'"):
+        layer_of(precision=BF16_ROPE)
+    layer = layer_of(precision=E4M3_PRODUCTS)
     params, x = layer.init(jax.random.key(0), jnp.bfloat16), jnp.ones((1, 8, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="products: got float8_e4m3fn, wanted None with batch_invariant=True"):
+    with pytest.raises(ValueError, match="precision: got float8_e4m3fn, wanted None with batch_invariant=True"):
         layer(params, x, batch_invariant=True)
     with pytest.raises(NotImplementedError, match="gradient: got a call to differentiate"):
         jax.grad(lambda x: layer(params, x).y.astype(jnp.float32).sum())(x)
@@ -601,16 +597,16 @@ def assert_within(got, modelled):
 
 @pytest.mark.usefixtures("codes_by_definition")
 @pytest.mark.parametrize(
-    ("case", "layout", "products"),
+    ("case", "layout", "precision"),
     [
         *((case, layout, E4M3_PRODUCTS) for case in CHUNKS for layout in ("bfloat16", "v41_fp4")),
         *((case, "v4_fp8", BF16_ROPE) for case in ("rows", "pages, dense")),
     ],
 )
-def test_what_a_kernel_is_given_is_what_the_definition_takes(case, layout, products):
+def test_what_a_kernel_is_given_is_what_the_definition_takes(case, layout, precision):
     """Its keys, lists and sink; with sums in float32 that is the definition."""
     args, how = chunk(layout, **CHUNKS[case])
-    how |= {"products": products}
+    how |= {"precision": precision}
     want = dsv4_decode(*args, **how, implementation="reference")
     with modelled(sums=hopper_e4m3.in_float32):
         o, lse = dsv4_decode(*args, **how)
@@ -722,17 +718,17 @@ def test_a_gpu_sums_so():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
 @pytest.mark.parametrize("h", [5, 64, 80, 128])
 @pytest.mark.parametrize("compressed", ["chosen", "dense", "none"])
-def test_every_number_of_the_kernel(compressed, h, products):
+def test_every_number_of_the_kernel(compressed, h, precision):
     (q, w, c), how = operands(s_q=70, h=h, s_c=300, topk=130, d=512)
     if compressed != "chosen":
         del how["indices"]
     args, how = (
         ((q, w), how) if compressed == "none" else ((q, w, c), how | {"ratio": 4} if compressed == "dense" else how)
     )
-    got, want = as_kernel_and_model(functools.partial(dsv4_attention, products=products, **how), args)
+    got, want = as_kernel_and_model(functools.partial(dsv4_attention, precision=precision, **how), args)
     assert_within(got, want)
 
 
@@ -741,12 +737,12 @@ def test_every_number_of_the_kernel(compressed, h, products):
 @pytest.mark.parametrize(
     ("layout", "h"), [("bfloat16", 128), ("v4_fp8", 128), ("v41_fp8", 64), ("v4_fp4", 5), ("v41_fp4", 80)]
 )
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
 @pytest.mark.parametrize("case", CHUNKS)
-def test_every_number_of_the_kernel_over_caches(case, layout, h, products):
+def test_every_number_of_the_kernel_over_caches(case, layout, h, precision):
     d = {"h": h, "s_q": 70, "s_c": 300 if CHUNKS[case].get("s_c", 300) == 300 else 13, "topk": 130}
     args, how = chunk(layout, **CHUNKS[case] | d)
-    got, want = as_kernel_and_model(functools.partial(dsv4_decode, products=products, **how), args)
+    got, want = as_kernel_and_model(functools.partial(dsv4_decode, precision=precision, **how), args)
     assert_within(got, want)
 
 
@@ -764,10 +760,10 @@ def relative(x, want):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
-    ("cache", "products"),
+    ("cache", "precision"),
     [("bfloat16", E4M3_PRODUCTS), ("float8_e4m3fn", E4M3_PRODUCTS), ("float8_e4m3fn", BF16_ROPE)],
 )
-def test_layers_on_a_gpu(cache, products):
+def test_layers_on_a_gpu(cache, precision):
     """Chunks over pages, by kernels: at most 8 % off bfloat16, and steps after them as by bfloat16.
 
     A number of four bits is 2.6 % off, and attention rounds q, keys and weights. Every past entry is chosen.
@@ -779,7 +775,7 @@ def test_layers_on_a_gpu(cache, products):
         "compress_ratios": [0, 4, 128],
     }  # fmt: skip
     usual = from_config(sizes)
-    rounded = tuple(dataclasses.replace(layer, products=products) for layer in usual)
+    rounded = tuple(dataclasses.replace(layer, precision=precision) for layer in usual)
     params = [
         layer.init(key, jnp.bfloat16) for layer, key in zip(usual, jax.random.split(jax.random.key(0), 3), strict=True)
     ]

@@ -34,7 +34,7 @@ from jax_dsv4_fmha import (
 )
 
 N = 2  # sizes of an axis that vmap or scan maps
-INTEGERS = ("start", "stop", "indices", "topk_length", "lengths", "offset", "table")
+INTEGERS = ("start", "stop", "indices", "length", "lengths", "offset", "table")
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,32 @@ def _fmha(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return fmha(x["q"], x["k"], x.get("v"), span=span, sink=x.get("sink"), implementation=i)
 
 
+def _listed(x: Operands) -> Any:
+    """The indices, of which a row may have fewer, and then -1."""
+    if "length" not in x:
+        return x.get("indices")
+    there = jnp.arange(x["indices"].shape[2])[None, None] < x["length"][..., None]
+    return jnp.where(there, x["indices"], -1)
+
+
 def _sparse(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
-    rest = {name: x.get(name) for name in ("topk_length", "sink")}
-    return sparse_fmha(x["q"], x["kv"], x["indices"], **rest, implementation=i)
+    return sparse_fmha(x["q"], x["kv"], _listed(x), sink=x.get("sink"), implementation=i)
 
 
 def _layer(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
-    rest = {name: x.get(name) for name in ("topk_length", "sink", "indices")}
-    rest |= {"ratio": how["ratio"], "window": how["window"], "window_lengths": x.get("lengths")}
-    rest |= {"q_offset": x.get("offset", 7), "kv_offset": x.get("offset2", -2)}
-    method = None if i == "reference" else how["method"]
-    return dsv4_attention(x["q"], x["window"], x.get("compressed"), **rest, method=method, implementation=i)
+    s_q, first, far, at = x["q"].shape[1], x.get("offset", 7), x.get("compressed"), {}
+    window: int | Span = how["window"]
+    if how["spans"]:
+        window = Span.sliding_window(s_q, window, first).keys_from(x.get("offset2", -2))
+        window = window & Span.lengths(x["lengths"]) if "lengths" in x else window
+    if far is not None or not how["spans"]:
+        at = {"q_offset": first}
+    rest = {"window": window, "ratio": None if far is None else how["ratio"], "indices": _listed(x), **at}
+    return dsv4_attention(x["q"], x["window"], far, **rest, sink=x.get("sink"), implementation=i)
 
 
 def _decode(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
-    rest = {name: x.get(name) for name in ("topk_length", "sink", "indices")}
+    rest = {"sink": x.get("sink"), "indices": _listed(x)}
     window = Cache(x["window"], x.get("table"))
     far = Cache(x["compressed"], x.get("table")) if "compressed" in x else None
     rest |= {"ratio": how["ratio"], "window": how["window"], "is_causal": how.get("causal", True)}
@@ -117,8 +128,9 @@ def _drop_in(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
 
 
 def _indexer(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
-    rest = {"q_offset": x.get("offset", 3), "lengths": x.get("lengths")}
-    chosen = lightning_indexer(x["q"], x["k"], x["weights"], topk=how["topk"], ratio=2, **rest, return_scores=True)
+    span = Span.compressed(x["q"].shape[1], 2, x.get("offset", 3))
+    span = span & Span.lengths(x["lengths"]) if "lengths" in x else span
+    chosen = lightning_indexer(x["q"], x["k"], x["weights"], topk=how["topk"], span=span, return_scores=True)
     return chosen[1], chosen[0].astype(jnp.float32)
 
 
@@ -142,7 +154,7 @@ OPS: dict[str, Callable[..., Any]] = {
 def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
     """The operands of a call."""
     sink = SINK if how.get("sink") else {}
-    length = {"topk_length": "bs"} if how.get("topk_length") else {}
+    length = {"length": "bs"} if how.get("length") else {}
     rows = {"indices": "bsx", **length} if how.get("indices") else {}
     some = {name: "b" for name in ("lengths", "lengths2", "offset", "offset2") if how.get(name)}
     if op == "fmha":
@@ -175,7 +187,7 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
 
 def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
     yes, ends = st.booleans(), st.sampled_from(["bs", "b1", "1s", "s", "11"])
-    rows = {"sink": yes, "indices": yes, "topk_length": yes}
+    rows = {"sink": yes, "indices": yes, "length": yes}
     layer = {**rows, "compressed": yes, "ratio": st.sampled_from([1, 4]), "window": st.sampled_from([1, 3])}
     table: dict[str, dict[str, Any]] = {
         "fmha": {
@@ -188,7 +200,7 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
         "sparse_fmha": {**rows, "pool": yes},
         "dsv4_attention": {
             **layer,
-            "method": st.sampled_from([None, "two_pass"]),
+            "spans": yes,
             **dict.fromkeys(("lengths", "offset", "offset2"), yes),
         },
         "dsv4_decode": {**layer, "paged": yes, "causal": yes, "offset": yes},
@@ -216,7 +228,7 @@ def operands(case: Case) -> Operands:
         "start": (-2, 4),
         "stop": (2, sizes["t"] + 3),
         "indices": (-2, max(sizes["t"], sizes["c"])),
-        "topk_length": (-1, sizes["x"] + 2),
+        "length": (-1, sizes["x"] + 2),
         "lengths": (-1, sizes["t"] + 4),
         "offset": (-3, 12),
         "table": (-1, sizes["n"]),
@@ -433,7 +445,7 @@ KEPT = [
     Case(
         "sparse_fmha",
         SIZES,
-        {"pool": True, "topk_length": True, "sink": True},
+        {"pool": True, "length": True, "sink": True},
         ("scan indices",),
         gradient=True,
         kinds=("Explicit", "Explicit"),
@@ -443,7 +455,7 @@ KEPT = [
     Case(
         "dsv4_attention",
         SIZES,
-        {"compressed": True, "indices": True, "ratio": 4, "window": 3, "method": "two_pass", "offset": True},
+        {"compressed": True, "indices": True, "ratio": 4, "window": 3, "spans": True, "offset": True},
         kinds=("Auto", "Auto"),
         layout=(("s", "data"), ("h", "model")),
         dtype="bfloat16",
@@ -468,7 +480,7 @@ KEPT = [
     Case(  # zeros like a sharded array, outside of jit
         "dsv4_attention",
         SIZES,
-        {"compressed": True, "ratio": 4, "window": 3, "method": None, "offset": True},
+        {"compressed": True, "ratio": 4, "window": 3, "spans": False, "offset": True},
         ("checkpoint",),
         jit=False,
         kinds=("Explicit", "Auto"),

@@ -23,24 +23,20 @@ SINKS = {
 }
 
 
-@pytest.fixture(params=["fused", "two_pass"])
-def method(request, built):
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def on_cpu():
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
 
 
-def problem(op, sink, method="two_pass"):
+def problem(op, sink):
     """(f of the library, the same in float64, operands): row 1 of the first batch entry sees nothing."""
     rng = np.random.default_rng(7)
     q, sink = normal(0, B, S, H, D, scale=3), sink.astype(np.float32)
     start, stop = (rng.integers(low, high, (B, S), np.int32) for low, high in ((-2, 4), (5, 12)))
     indices, length = rng.integers(-3, S_KV + 3, (B, S, 6), np.int32), rng.integers(1, 8, (B, S), np.int32)
     stop[0, 1], length[0, 1] = start[0, 1], 0
+    indices = np.where(np.arange(6) < length[..., None], indices, -1)
     kv, more = normal(1, B, S_KV, D), normal(2, B, 7, D)
     if op in ("fmha", "gqa"):
         h_kv = 1 if op == "fmha" else 2
@@ -56,17 +52,19 @@ def problem(op, sink, method="two_pass"):
 
         return f, f64, (q, *keys, sink)
     if op == "sparse":
-        kwargs = {"topk_length": length, "scale": 1.0}
         return (
-            lambda q, kv, sink: sparse_fmha(q, kv, indices, sink=sink, **kwargs),
-            lambda q, kv, sink: float64.sparse_fmha(q, kv, indices, sink=sink, **kwargs),
+            lambda q, kv, sink: sparse_fmha(q, kv, indices, sink=sink, scale=1.0),
+            lambda q, kv, sink: float64.sparse_fmha(q, kv, indices, sink=sink, scale=1.0),
             (q, kv, sink),
         )
-    kwargs = {"window": 3, "q_offset": 6, "window_lengths": np.array([0, S_KV], np.int32), "scale": 1.0}
-    kwargs |= {"ratio": 4} if op == "dense layer" else {"indices": indices, "topk_length": length}
+    lengths = np.array([0, S_KV], np.int32)
+    window = Span.sliding_window(S, 3, 6) & Span.lengths(lengths)
+    far = {"ratio": Span.compressed(S, 4, 6)} if op == "dense layer" else {"indices": indices}
+    of_float64 = {"window": 3, "q_offset": 6, "lengths": lengths, "scale": 1.0}
+    of_float64 |= {"ratio": 4} if op == "dense layer" else far
     return (
-        lambda q, w, c, sink: dsv4_attention(q, w, c, sink=sink, method=method, **kwargs),
-        lambda q, w, c, sink: float64.dsv4_attention(q, w, c, sink=sink, **kwargs),
+        lambda q, w, c, sink: dsv4_attention(q, w, c, window=window, sink=sink, scale=1.0, **far),
+        lambda q, w, c, sink: float64.dsv4_attention(q, w, c, sink=sink, **of_float64),
         (q, kv, more, sink),
     )
 
@@ -78,16 +76,11 @@ def weighted(xp, attention):
     return (o * weights[..., :-1]).sum() + (xp.where(xp.isinf(lse), 0, lse) * weights[..., -1]).sum()
 
 
-WAYS = [  # a layer alone has methods
-    *((op, "two_pass") for op in ("fmha", "gqa", "sparse")),
-    *((op, method) for op in ("dense layer", "sparse layer") for method in ("two_pass", "fused")),
-]
-
-
 @pytest.mark.parametrize("sink", SINKS)
-@pytest.mark.parametrize(("op", "method"), WAYS, indirect=["method"])
-def test_differences_in_float64(op, sink, method):
-    f, f64, operands = problem(op, SINKS[sink], method)
+@pytest.mark.parametrize("op", ["fmha", "gqa", "sparse", "dense layer", "sparse layer"])
+@pytest.mark.usefixtures("built")
+def test_differences_in_float64(op, sink):
+    f, f64, operands = problem(op, SINKS[sink])
     finite = np.isfinite(operands[-1])
     grads = jax.jit(jax.grad(lambda *x: weighted(jnp, f(*x)), tuple(range(len(operands)))))(*operands)
     assert all(np.isfinite(g).all() for g in grads)

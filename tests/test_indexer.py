@@ -13,7 +13,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import Span, indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
+from jax_dsv4_fmha import (
+    Quantized,
+    Span,
+    indexer_blocks,
+    indexer_loss,
+    indexer_scores,
+    lightning_indexer,
+    quantize_indexer,
+)  # fmt: skip
 from jax_dsv4_fmha._definitions import indexer as definition
 from jax_dsv4_fmha._host import indexer as raw
 from jax_dsv4_fmha._host import library
@@ -33,13 +41,14 @@ def f64(*arrays):
     return [np.asarray(x, np.float64) for x in arrays]
 
 
-def scores_by_loop(q, k, weights, k_scale=None):
+def scores_by_loop(q, k, weights):
     """float64 [b, s_q, s_c], one query and head at a time."""
+    k, scales = (k.codes, np.asarray(k.scales)[:, None]) if isinstance(k, Quantized) else (k, 1)
     q, k, weights = f64(q, k, weights)
     s = np.zeros((q.shape[0], q.shape[1], k.shape[1]))
     for n, i, h in np.ndindex(*weights.shape):
         s[n, i] += weights[n, i, h] * np.maximum(k[n] @ q[n, i, h], 0.0)
-    return s if k_scale is None else s * np.asarray(k_scale)[:, None]
+    return s * scales
 
 
 def chosen_by_loop(scores, visible, topk):
@@ -62,7 +71,8 @@ def past(ratio, q_offset=0):
 def test_chooses_what_a_loop_chooses(topk, ratio):
     q, k, weights = operands()
     offset = jnp.array([3, 60], jnp.int32)
-    indices, scores = lightning_indexer(q, k, weights, topk=topk, ratio=ratio, q_offset=offset, return_scores=True)
+    span = Span.compressed(S_Q, ratio, offset)
+    indices, scores = lightning_indexer(q, k, weights, topk=topk, span=span, return_scores=True)
     want = scores_by_loop(q, k, weights)
     np.testing.assert_array_equal(indices, chosen_by_loop(want, past(ratio, offset), topk))
     there = np.asarray(indices) >= 0
@@ -81,7 +91,7 @@ def test_ties_go_to_the_lower_entry_and_nan_loses():
         (-1, 2, [4, 6]),  # -0 where ReLU cut, which equals 0
         (-1, 9, list(range(9))),
     ):
-        got = lightning_indexer(q, k, jnp.full((1, 1, 1), float(sign)), topk=topk, ratio=1, q_offset=8)
+        got = lightning_indexer(q, k, jnp.full((1, 1, 1), float(sign)), topk=topk, span=Span.causal(1, 8))
         np.testing.assert_array_equal(got[0, 0], want)
 
 
@@ -95,7 +105,8 @@ def test_infinite_scores_keep_their_order():
 def test_what_nobody_sees_reaches_nobody():
     q, k, weights = operands()
     lengths = jnp.array([9, 20], jnp.int32)
-    call = functools.partial(lightning_indexer, topk=6, ratio=1, q_offset=30, lengths=lengths, return_scores=True)
+    span = Span.compressed(S_Q, 1, 30) & Span.lengths(lengths)
+    call = functools.partial(lightning_indexer, topk=6, span=span, return_scores=True)
     want = call(q, k, weights)
     hidden = np.arange(S_C) >= np.asarray(lengths)[:, None]
     for bad in (jnp.nan, 1e30):
@@ -106,8 +117,8 @@ def test_what_nobody_sees_reaches_nobody():
 def test_packed_segments():
     """Two documents in a row of a batch are two rows of a batch."""
     q, k, weights = operands(b=1, s_q=8, s_c=16)
-    first = lightning_indexer(q[:, :4], k[:, :8], weights[:, :4], topk=3, ratio=1, q_offset=4)
-    second = lightning_indexer(q[:, 4:], k[:, 8:], weights[:, 4:], topk=3, ratio=1, q_offset=4)
+    first = lightning_indexer(q[:, :4], k[:, :8], weights[:, :4], topk=3, span=Span.compressed(4, 1, 4))
+    second = lightning_indexer(q[:, 4:], k[:, 8:], weights[:, 4:], topk=3, span=Span.compressed(4, 1, 4))
     start = jnp.array([0] * 4 + [8] * 4, jnp.int32)
     stop = start + jnp.array([5, 6, 7, 8] * 2, jnp.int32)
     both = lightning_indexer(q, k, weights, topk=3, span=Span(start, stop))
@@ -116,12 +127,10 @@ def test_packed_segments():
 
 def test_8_bits_mean_the_same():
     q, k, weights = operands(jnp.bfloat16)
-    q8, k8, w8, k_scale = quantize_indexer(q * 3, k.at[0, 5].set(0), weights)
-    assert np.isfinite(f64(q8)[0]).all() and q8.dtype == k8.dtype == jnp.float8_e4m3fn
-    indices, scores = lightning_indexer(
-        q8, k8, w8, topk=S_C, ratio=1, q_offset=S_C, k_scale=k_scale, return_scores=True
-    )
-    np.testing.assert_allclose(scores, scores_by_loop(q8, k8, w8, k_scale), rtol=1e-5, atol=1e-4)
+    q8, k8, w8 = quantize_indexer(q * 3, k.at[0, 5].set(0), weights)
+    assert np.isfinite(f64(q8)[0]).all() and q8.dtype == k8.codes.dtype == jnp.float8_e4m3fn
+    indices, scores = lightning_indexer(q8, k8, w8, topk=S_C, span=Span.compressed(S_Q, 1, S_C), return_scores=True)
+    np.testing.assert_allclose(scores, scores_by_loop(q8, k8, w8), rtol=1e-5, atol=1e-4)
     exact = scores_by_loop(q * 3, k.at[0, 5].set(0), weights)
     assert np.linalg.norm(scores - exact) < 0.05 * np.linalg.norm(exact)
     np.testing.assert_array_equal(indices, np.broadcast_to(np.arange(S_C), indices.shape))
@@ -129,10 +138,11 @@ def test_8_bits_mean_the_same():
 
 def test_blocks_of_queries_are_the_whole(monkeypatch):
     q, k, weights = operands()
-    whole = lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9)
+    span = Span.compressed(S_Q, 1, 9)
+    whole = lightning_indexer(q, k, weights, topk=5, span=span)
     monkeypatch.setattr(definition, "_BLOCK", 4 * B * H * S_C)  # queries: the last block is not full
     jax.clear_caches()
-    np.testing.assert_array_equal(lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9), whole)
+    np.testing.assert_array_equal(lightning_indexer(q, k, weights, topk=5, span=span), whole)
     jax.clear_caches()
 
 
@@ -141,7 +151,8 @@ def test_reference_has_namesakes():
     one.
     """
     q, k, weights = operands()
-    seen = {"ratio": 2, "q_offset": jnp.array([9, 60], jnp.int32), "lengths": jnp.array([20, 23], jnp.int32)}
+    span = Span.compressed(S_Q, 2, jnp.array([9, 60], jnp.int32)) & Span.lengths(jnp.array([20, 23], jnp.int32))
+    seen = {"span": span}
     for name, how in (("lightning_indexer", {"topk": 5}), ("indexer_blocks", {"count": 3, "block": 4})):
         got, want = (getattr(of, name)(q, k, weights, **how, **seen) for of in (lib.reference, lib))
         np.testing.assert_array_equal(got, want)
@@ -167,7 +178,8 @@ def test_reference_has_namesakes():
 
 def test_no_entries_yet():
     q, k, weights = operands()
-    indices, scores = lightning_indexer(q, k[:, :0], weights, topk=3, ratio=4, return_scores=True)
+    for x in (k[:, :0], Quantized(k[:, :0], k[:, :0, 0])):
+        indices, scores = lightning_indexer(q, x, weights, topk=3, span=Span.compressed(S_Q, 4), return_scores=True)
     assert (indices == -1).all() and (scores == -jnp.inf).all() and indices.shape == (B, S_Q, 3)
 
 
@@ -248,7 +260,7 @@ def weighted_sum(loss):
 
 def test_loss_over_indices():
     x, taught = operands(), teacher()
-    indices = lightning_indexer(*x, topk=5, ratio=1, q_offset=jnp.array([-2, 9], jnp.int32))
+    indices = lightning_indexer(*x, topk=5, span=Span.compressed(S_Q, 1, jnp.array([-2, 9], jnp.int32)))
 
     def f(*x):
         *given, sink = taught
@@ -270,7 +282,7 @@ def test_loss_over_all_visible(block, monkeypatch):
 
     def f(*x):
         *given, sink = taught
-        return weighted_sum(indexer_loss(*x, *given, ratio=4, q_offset=offset, sink=sink))
+        return weighted_sum(indexer_loss(*x, *given, span=Span.compressed(S_Q, 4, offset), sink=sink))
 
     visible = past(4, offset)
 
@@ -294,13 +306,13 @@ def right(op):
     q, k, weights = operands(jnp.bfloat16)
     attention_q, kv, lse, sink = teacher()
     offset, lengths = jnp.zeros(B, jnp.int32), jnp.full(B, 9, jnp.int32)
-    visible = {"ratio": 4, "q_offset": offset, "lengths": lengths, "span": Span.causal(S_Q)}
+    visible = {"span": Span.compressed(S_Q, 4, offset) & Span.lengths(lengths)}
     trained = {"q": q, "k": k, "weights": weights}
     return {
         "lightning_indexer": {**trained, **visible, "topk": 5, "return_scores": False, "implementation": None},
         "indexer_blocks": {**trained, **visible, "count": 3, "block": 4},
         "indexer_scores": {**trained, "indices": named(), "implementation": "reference"},
-        "indexer_loss": {**trained, "attention_q": attention_q, "kv": kv, "lse": lse, "sink": sink, "scale": 0.5,
+        "indexer_loss": {**trained, "attention_q": attention_q, "kv": kv, "lse": lse, "sink": sink,
                          **visible, "indices": None, "implementation": None},
         "quantize_indexer": trained,
     }[op]  # fmt: skip
@@ -318,11 +330,11 @@ OPS = ("lightning_indexer", "indexer_blocks", "indexer_scores", "indexer_loss", 
         ("lightning_indexer", {"weights": jnp.zeros((B, S_Q))}, ValueError, r"weights: got float32\[2, 6\]"),
         ("lightning_indexer", {"topk": 0}, ValueError, "topk: got 0, wanted an int >= 1"),
         ("lightning_indexer", {"topk": None}, TypeError, "topk: got None"),
-        ("lightning_indexer", {"ratio": 0}, ValueError, "ratio: got 0, wanted an int >= 1"),
-        ("lightning_indexer", {"ratio": None, "span": None}, ValueError, "ratio: got None, wanted an int >= 1, or a"),
+        ("lightning_indexer", {"span": None}, TypeError, "span: got None, wanted a Span"),
         ("lightning_indexer", {"span": 3}, TypeError, "span: got 3, wanted a Span"),
-        ("lightning_indexer", {"lengths": jnp.zeros(3, jnp.int32)}, ValueError, r"lengths: got int32\[3\]"),
-        ("lightning_indexer", {"k_scale": jnp.ones((B, S_C))}, ValueError, "k_scale: got float32.*None with bfloat16"),
+        ("lightning_indexer", {"span": Span.lengths(jnp.zeros(3, jnp.int32))}, ValueError, r"span.stop: got int32\[3"),
+        ("lightning_indexer", {"k": Quantized(jnp.zeros((B, S_C, D)), jnp.ones((B, S_C)))}, TypeError,
+         r"k: got a Quantized, wanted bfloat16\[b=2, s_c, d=16\]"),
         ("lightning_indexer", {"implementation": "cubin"}, NotImplementedError, "implementation: got 'cubin'"),
         ("lightning_indexer", {"implementation": "xla"}, ValueError, "implementation: got 'xla'"),
         ("lightning_indexer", {"blocks": jnp.zeros((B, S_Q, 3))}, ValueError, "blocks: got float32.*wanted int32"),
@@ -332,13 +344,11 @@ OPS = ("lightning_indexer", "indexer_blocks", "indexer_scores", "indexer_loss", 
         ("indexer_blocks", {"count": 0}, ValueError, "count: got 0, wanted an int >= 1"),
         ("indexer_scores", {"indices": jnp.zeros((B, S_Q, 3))}, ValueError, "indices: got float32.*wanted int32"),
         ("indexer_scores", {"implementation": "cubin"}, NotImplementedError, "implementation: got 'cubin'"),
-        ("indexer_loss", {"indices": named()}, ValueError, "ratio: got 4, wanted None with indices"),
-        ("indexer_loss", {"indices": named(), "ratio": None, "lengths": None, "span": None}, ValueError,
-         r"q_offset: got int32\[2\], wanted 0 with indices"),
+        ("indexer_loss", {"indices": named()}, ValueError, "span: got a Span, wanted None with indices"),
+        ("indexer_loss", {"span": None}, TypeError, "span: got None, wanted a Span"),
         ("indexer_loss", {"kv": jnp.zeros((B, S_C + 1, D_A))}, ValueError, r"kv: got float32.*s_c=23"),
         ("indexer_loss", {"lse": jnp.zeros((B, S_Q, 1))}, ValueError, "lse: got float32.*h_q=3"),
         ("indexer_loss", {"lse": jnp.zeros((B, 3, S_Q))}, ValueError, "lse: got .*would fit if attention_q were "),
-        ("indexer_loss", {"scale": 0}, ValueError, "scale: got 0"),
         ("quantize_indexer", {"k": jnp.zeros((B, S_C, D + 1))}, ValueError, r"k: got float32\[2, 23, 17\]"),
     ],
 )  # fmt: skip
@@ -350,10 +360,14 @@ def test_error(op, wrong, error, message):
 
 
 def test_8_bits_want_scales():
-    q, k, weights, k_scale = quantize_indexer(*operands())
-    for wrong, error in ((None, TypeError), (k_scale[:1], ValueError), (k_scale.astype(jnp.bfloat16), ValueError)):
-        with pytest.raises(error, match=r"^lightning_indexer: k_scale: got .*wanted float32"):
-            lightning_indexer(q, k, weights, topk=3, ratio=1, k_scale=wrong)
+    q, k, weights = quantize_indexer(*operands())
+    for wrong, error in ((None, TypeError), (k.scales[:1], ValueError), (k.scales.astype(jnp.bfloat16), ValueError)):
+        with pytest.raises(error, match=r"^lightning_indexer: k.scales: got .*wanted float32"):
+            lightning_indexer(q, Quantized(k.codes, wrong), weights, topk=3, span=Span.causal(S_Q))
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k.codes: got float32.*wanted float8_e4m3fn"):
+        lightning_indexer(q, Quantized(operands()[1], k.scales), weights, topk=3, span=Span.causal(S_Q))
+    with pytest.raises(TypeError, match=r"^lightning_indexer: k: got float8_e4m3fn.*wanted a Quantized or a Cache"):
+        lightning_indexer(q, k.codes, weights, topk=3, span=Span.causal(S_Q))
 
 
 ANYTHING = st.one_of(
@@ -396,9 +410,9 @@ def test_under_other_settings(setting):
 def of_op(op, q, k, weights, indices, attention_q, kv, lse):
     """An op as a function of everything that may be mapped or sharded."""
     if op == "lightning_indexer":
-        return lightning_indexer(q, k, weights, topk=5, ratio=4, q_offset=S_C, return_scores=True)
+        return lightning_indexer(q, k, weights, topk=5, span=Span.compressed(S_Q, 4, S_C), return_scores=True)
     if op == "two levels":
-        seen = {"ratio": 4, "q_offset": S_C, "block": 4}
+        seen = {"span": Span.compressed(S_Q, 4, S_C), "block": 4}
         blocks = jnp.cumsum(indices % 2 + 1, -1)  # which ascend
         return (
             indexer_blocks(q, k, weights, count=3, **seen),
@@ -409,7 +423,7 @@ def of_op(op, q, k, weights, indices, attention_q, kv, lse):
     sink = np.array([0.3, -np.inf, 2.0], np.float32)
     if op == "indexer_loss":
         return indexer_loss(q, k, weights, attention_q, kv, lse, indices=indices, sink=sink)
-    return indexer_loss(q, k, weights, attention_q, kv, lse, ratio=4, q_offset=S_C, sink=sink)
+    return indexer_loss(q, k, weights, attention_q, kv, lse, span=Span.compressed(S_Q, 4, S_C), sink=sink)
 
 
 TRANSFORMED = ("lightning_indexer", "two levels", "indexer_scores", "indexer_loss", "warm-up")
@@ -460,7 +474,7 @@ def test_gradients_of_what_is_chosen_are_none():
     q, k, weights = operands()
 
     def f(q, k, weights):
-        _, scores = lightning_indexer(q, k, weights, topk=3, ratio=1, q_offset=9, return_scores=True)
+        _, scores = lightning_indexer(q, k, weights, topk=3, span=Span.compressed(S_Q, 1, 9), return_scores=True)
         return jnp.sum(scores)
 
     assert all((g == 0).all() for g in jax.grad(f, (0, 1, 2))(q, k, weights))
@@ -471,9 +485,8 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
     q, k = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((b, s_q, h, 128), (b, s_c, 128)))
     weights = jnp.asarray(rng.standard_normal((b, s_q, h)), jnp.float32)
     if dtype == jnp.float8_e4m3fn:
-        q, k, weights, k_scale = quantize_indexer(q, k, weights)
-        return (q, k, weights), {"k_scale": k_scale}
-    return (q.astype(dtype), k.astype(dtype), weights), {}
+        return quantize_indexer(q, k, weights)
+    return q.astype(dtype), k.astype(dtype), weights
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
@@ -481,14 +494,13 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
 def test_export_for_cuda(dtype, b, monkeypatch):
     """One custom call, also with a symbolic batch."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    x, kwargs = kernel_operands(dtype)
 
-    def f(q, k, weights, *k_scale):
-        given = dict(zip(kwargs, k_scale, strict=True))
-        return lightning_indexer(q, k, weights, topk=64, ratio=4, q_offset=2000, implementation="cubin", **given)
+    def f(q, k, weights):
+        span = Span.compressed(q.shape[1], 4, 2000)
+        return lightning_indexer(q, k, weights, topk=64, span=span, implementation="cubin")
 
     (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)
-    shapes = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in (*x, *kwargs.values())]
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype), kernel_operands(dtype))
     targets = ["dsv4_fmha_lightning_indexer"]
     exported = jax.export.export(
         jax.jit(f),
@@ -502,7 +514,7 @@ def test_export_for_cuda(dtype, b, monkeypatch):
 def test_export_with_entries_left_open():
     """One program for fewer entries than topk, and for more."""
     (n,) = jax.export.symbolic_shape("n")
-    f = jax.jit(lambda q, k, weights: lightning_indexer(q, k, weights, topk=9, ratio=1, return_scores=True))
+    f = jax.jit(lambda *x: lightning_indexer(*x, topk=9, span=Span.compressed(7, 1), return_scores=True))
     shapes = ((2, 7, 16, 128), (2, n, 128), (2, 7, 16))
     exported = jax.export.export(f)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     for s_c in (3, 20):
@@ -531,7 +543,7 @@ def test_a_workspace_is_bounded(monkeypatch):
 def test_scores_are_exported_for_cuda(b, monkeypatch):
     """One custom call, and one of their gradients."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    x, _ = kernel_operands(s_q=5, s_c=60)
+    x = kernel_operands(s_q=5, s_c=60)
     (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)
     shapes = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in x]
 
@@ -551,7 +563,7 @@ def test_scores_are_exported_for_cuda(b, monkeypatch):
 def test_a_chip_that_has_scores_and_not_their_gradient(monkeypatch):
     """There the definition's gradient runs behind the kernel's scores."""
     monkeypatch.setattr(library, "shipped_for", lambda op, **_: ("sm_90a", "sm_100f")[: 2 - op.endswith("_bwd")])
-    x, _ = kernel_operands(s_q=5, s_c=60)
+    x = kernel_operands(s_q=5, s_c=60)
     indices = jnp.zeros((2, 5, 7), jnp.int32)
 
     def calls(arch):
@@ -609,7 +621,7 @@ def test_complaints_are_found(monkeypatch):
 def test_scores_at_entries_by_kernels(cuda, h):
     """Scores and gradients equal the reference's, up to rounding to 16 bits."""
     with jax.default_device(cuda):
-        (q, k, weights), _ = kernel_operands(s_q=65, s_c=700, h=h)
+        q, k, weights = kernel_operands(s_q=65, s_c=700, h=h)
         rng = np.random.default_rng(6)
         indices = jnp.asarray(rng.integers(-20, 720, (2, 65, 130)), jnp.int32)
         cotangent = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
@@ -635,8 +647,8 @@ def test_scores_at_entries_by_kernels(cuda, h):
 def test_kernel(cuda, h, dtype, s_q, s_c, topk):
     """Its scores equal the reference's, up to rounding; its choice is exact for its own scores of all entries."""
     with jax.default_device(cuda):
-        x, kwargs = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h)
-        call = functools.partial(lightning_indexer, *x, ratio=1, q_offset=s_c - s_q - 3, return_scores=True, **kwargs)
+        x, span = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h), Span.compressed(s_q, 1, s_c - s_q - 3)
+        call = functools.partial(lightning_indexer, *x, span=span, return_scores=True)
         everything, scores = call(topk=min(s_c, 2048), implementation="cubin")
         _, want = call(topk=s_c, implementation="reference")
         limit = np.abs(np.where(np.isfinite(want), want, 0)).max() * (1e-3 if dtype == jnp.float8_e4m3fn else 1e-5)

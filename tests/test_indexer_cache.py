@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import (
     EXPORT_CHECKS,
     Cache,
+    Span,
     dequantize_cache,
     explain,
     indexer_blocks,
@@ -55,19 +56,19 @@ KINDS = ("contiguous", "paged", "contiguous packed", "paged packed")
 
 
 def operands(kind, b=B):
-    """q, k, weights and k_scale; the cache of k, and the values of its keys."""
+    """q, k and weights; the cache of k."""
     d = 128 if "packed" in kind else 16
     q, k, weights = normal(0, b, S_Q, H, d), normal(1, b, PAGE * WIDTH, d), normal(2, b, S_Q, H)
     cache = filled(k, kind)
     if "packed" in kind:
         return *quantize_indexer(q, k, weights), cache
-    return q, k, weights, None, cache
+    return q, k, weights, cache
 
 
 def over(q, k, weights, lengths=LENGTHS, **kwargs):
-    return lightning_indexer(
-        q, k, weights, topk=TOPK, ratio=RATIO, q_offset=lengths - S_Q, return_scores=True, **kwargs
-    )
+    s_q = q.shape[1]
+    span = Span.compressed(s_q, RATIO, lengths - s_q)
+    return lightning_indexer(q, k, weights, topk=TOPK, span=span, return_scores=True, **kwargs)
 
 
 def check(got, want):
@@ -78,13 +79,13 @@ def check(got, want):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_are_keys_side_by_side(kind):
-    q, k, weights, k_scale, cache = operands(kind)
+    q, k, weights, cache = operands(kind)
     for lengths in (LENGTHS, jnp.array([2, 0], jnp.int32)):  # the second: positions below 0, and an idle sequence
-        check(over(q, cache, weights, lengths), over(q, k, weights, lengths, k_scale=k_scale))
+        check(over(q, cache, weights, lengths), over(q, k, weights, lengths))
 
 
 def test_what_has_no_page_counts_as_zeros():
-    q, k, weights, _, cache = operands("paged")
+    q, k, weights, cache = operands("paged")
     for none in (-1, 99):
         without = Cache(cache.entries, cache.block_table.at[1, 1].set(none))
         check(over(q, without, weights), over(q, k.at[1, PAGE : 2 * PAGE].set(0), weights))
@@ -95,8 +96,8 @@ def test_steps_of_generation(kind):
     """Append and choose in one jitted step with a donated cache, under scan; each step equals the choice over all keys
     so far.
     """
-    q, k, weights, _, _ = operands(kind)
-    raw, full = normal(1, *k.shape), operands(kind)[-1]
+    q, k, weights, full = operands(kind)
+    raw = normal(1, *jax.tree.leaves(k)[0].shape)
     empty = jax.tree.map(lambda x: jnp.zeros_like(x) if x.ndim > 2 or x.dtype == jnp.uint8 else x, full)
 
     def step(cache, t):
@@ -121,7 +122,7 @@ def test_steps_of_generation(kind):
 @pytest.mark.parametrize("kind", ["paged packed", "contiguous"])
 def test_vmap(kind):
     """Over queries alone, with shared pages, and over caches."""
-    q, _, weights, _, cache = operands(kind)
+    q, _, weights, cache = operands(kind)
     q2, w2 = jnp.stack([q, -q.astype(jnp.float32).astype(q.dtype)]), jnp.stack([weights, weights[::-1]])
     rolled = Cache(jnp.roll(cache.entries, 1, 0), cache.block_table, cache.layout)
     for axes, caches in ((None, [cache, cache]), (0, [cache, rolled])):
@@ -134,7 +135,7 @@ def test_vmap(kind):
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_mesh(kind):
     """Sequences are sharded, with their tables; the pool is whole on each device."""
-    q, _, weights, _, cache = operands("paged packed")
+    q, _, weights, cache = operands("paged packed")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices("cpu")[:2])
 
     def placed(x, spec):
@@ -151,26 +152,26 @@ def test_mesh(kind):
 def test_two_levels(kind):
     """Blocks, and entries within them, of ragged sequences, an idle place and absent pages, as of keys in an array."""
     form = kind.replace("fp4", "packed")
-    q, k, weights, k_scale, cache = operands(form)
+    q, k, weights, cache = operands(form)
     if "fp4" in kind:
         q, k, weights = normal(0, B, S_Q, H, 128), normal(1, B, PAGE * WIDTH, 128), normal(2, B, S_Q, H)
         k = dequantize_cache(quantize_cache(k, "index_fp4"), "index_fp4").astype(q.dtype)
-        cache, k_scale = filled(k, kind), None
+        cache = filled(k, kind)
     if "paged" in kind:  # the last page of sequence 1 is gone
         cache = dataclasses.replace(cache, block_table=cache.block_table.at[1, 2].set(-1))
-        k = k.at[1, 2 * PAGE :].set(0)
+        k = jax.tree.map(lambda x: x.at[1, 2 * PAGE :].set(0), k)
     for lengths in (LENGTHS, jnp.array([0, 33], jnp.int32)):
-        seen = {"ratio": RATIO, "q_offset": lengths - S_Q}
+        seen = {"span": Span.compressed(S_Q, RATIO, lengths - S_Q)}
 
         @jax.jit
-        def both(k, k_scale, seen=seen):
-            blocks = indexer_blocks(q, k, weights, count=3, block=2, k_scale=k_scale, **seen)
-            how = {"topk": TOPK, "k_scale": k_scale, "return_scores": True, **seen}
+        def both(k, seen=seen):
+            blocks = indexer_blocks(q, k, weights, count=3, block=2, **seen)
+            how = {"topk": TOPK, "return_scores": True, **seen}
             return blocks, lightning_indexer(q, k, weights, blocks=blocks, block=2, **how)
 
-        reasons = [x.reason for x in explain(both, cache, None)]
+        reasons = [x.reason for x in explain(both, cache)]
         assert len(reasons) == 2 and all("keys of a Cache as XLA gathers them" in x for x in reasons)
-        got, want = both(cache, None), both(k, k_scale)
+        got, want = both(cache), both(k)
         jax.tree.map(np.testing.assert_array_equal, got, want)
         assert np.any(np.asarray(got[0]) >= 0) and (
             "fp4" not in kind
@@ -184,37 +185,33 @@ def test_two_levels_that_kernels_have(kind, monkeypatch):
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     q, k, weights = normal(0, B, S_Q, 32, 128), normal(1, B, 128, 128), normal(2, B, S_Q, 32)
     q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
-    cache, k_scale = filled(k, kind, 64 if "paged" in kind else 128), None
+    cache = filled(k, kind, 64 if "paged" in kind else 128)
     if "packed" in kind:
-        q, k, weights, k_scale = quantize_indexer(q, k, weights)
+        q, k, weights = quantize_indexer(q, k, weights)
     if "fp4" in kind:
         k = dequantize_cache(quantize_cache(k, "index_fp4"), "index_fp4")
-    seen = {"ratio": RATIO, "q_offset": jnp.array([250, 31], jnp.int32) - S_Q}
+    span = Span.compressed(S_Q, RATIO, jnp.array([250, 31], jnp.int32) - S_Q)
 
     @jax.jit
-    def both(k, k_scale):
-        blocks = indexer_blocks(q, k, weights, count=3, k_scale=k_scale, **seen)
-        return blocks, lightning_indexer(
-            q, k, weights, topk=TOPK, blocks=blocks, k_scale=k_scale, return_scores=True, **seen
-        )
+    def both(k):
+        blocks = indexer_blocks(q, k, weights, count=3, span=span)
+        return blocks, lightning_indexer(q, k, weights, topk=TOPK, blocks=blocks, return_scores=True, span=span)
 
-    assert not any("XLA" in (x.reason or "") for x in explain(both, cache, None))
-    jax.tree.map(np.testing.assert_array_equal, both(cache, None), both(k, k_scale))
+    assert not any("XLA" in (x.reason or "") for x in explain(both, cache))
+    jax.tree.map(np.testing.assert_array_equal, both(cache), both(k))
 
 
 def test_errors():
-    q, _, weights, k_scale, cache = operands("paged packed")
+    q, _, weights, cache = operands("paged packed")
     plain = operands("paged")
     with pytest.raises(ValueError, match=r"^lightning_indexer: k: got a Cache of index_fp8, wanted one of float32"):
         over(plain[0], cache, plain[2])
     with pytest.raises(ValueError, match=r"^lightning_indexer: k: got a Cache of float32, wanted one of index_fp8"):
-        over(q, plain[4], weights)
+        over(q, plain[3], weights)
     with pytest.raises(ValueError, match=r"^lightning_indexer: k: got a Cache of v4_fp8, wanted one of index_fp8"):
         over(q, Cache.zeros(2, 8, layout="v4_fp8"), weights)
-    with pytest.raises(ValueError, match=r"^lightning_indexer: k_scale: .*None with a Cache"):
-        over(q, cache, weights, k_scale=k_scale)
     with pytest.raises(ValueError, match=r"^lightning_indexer: k.entries: got float32\[8, 8, 16\]"):
-        over(normal(0, B, S_Q, H, 32), plain[4], weights)
+        over(normal(0, B, S_Q, H, 32), plain[3], weights)
     with pytest.raises(ValueError, match=r"^lightning_indexer: k.block_table: got int32\[1, 3\]"):
         over(q, Cache(cache.entries, cache.block_table[:1], cache.layout), weights)
     with pytest.raises(NotImplementedError, match=r"'cubin' for float8_e4m3fn, h=4, d=128, topk=5, pages of 8"):
@@ -259,15 +256,14 @@ def test_kernel(cuda, h, dtype, page, s_q, n, topk):
         q, k, weights = normal(0, 3, s_q, h, 128), normal(1, 3, n, 128), normal(2, 3, s_q, h)
         packed = dtype == "float8_e4m3fn"
         cache = filled(k if packed else k.astype(dtype), "paged packed" if packed else "paged", page)
-        k_scale = {}
         if packed:
-            q, k, weights, scale = quantize_indexer(q, k, weights)
-            k_scale = {"k_scale": scale}
+            q, k, weights = quantize_indexer(q, k, weights)
         else:
             q, k = q.astype(dtype), k.astype(dtype)
         lengths = jnp.array([n, n // 2, 3], jnp.int32)
-        how = {"topk": topk, "ratio": 1, "q_offset": lengths - s_q, "return_scores": True, "implementation": "cubin"}
-        got, want = lightning_indexer(q, cache, weights, **how), lightning_indexer(q, k, weights, **how, **k_scale)
+        span = Span.compressed(s_q, 1, lengths - s_q)
+        how = {"topk": topk, "span": span, "return_scores": True, "implementation": "cubin"}
+        got, want = lightning_indexer(q, cache, weights, **how), lightning_indexer(q, k, weights, **how)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -281,18 +277,16 @@ def test_kernels_in_two_levels(cuda, h, dtype, page, s_q, n, count):
         q, k, weights = normal(0, 4, s_q, h, 128), normal(1, 4, n, 128), normal(2, 4, s_q, h)
         packed = dtype == "float8_e4m3fn"
         cache = filled(k if packed else k.astype(dtype), "paged packed" if packed else "paged", page)
-        scale = {}
         if packed:
-            q, k, weights, k_scale = quantize_indexer(q, k, weights)
-            scale = {"k_scale": k_scale}
+            q, k, weights = quantize_indexer(q, k, weights)
         else:
             q, k = q.astype(dtype), k.astype(dtype)
         lengths = jnp.array([n, n // 2 + 3, 3, 0], jnp.int32)  # the last place is idle
-        how = {"ratio": 1, "q_offset": lengths - s_q, "implementation": "cubin"}
-        got, want = (indexer_blocks(q, x, weights, count=count, **how, **y) for x, y in ((cache, {}), (k, scale)))
+        how = {"span": Span.compressed(s_q, 1, lengths - s_q), "implementation": "cubin"}
+        got, want = (indexer_blocks(q, x, weights, count=count, **how) for x in (cache, k))
         np.testing.assert_array_equal(got, want)
         how |= {"topk": 64, "blocks": want, "return_scores": True}
-        got, want = (lightning_indexer(q, x, weights, **how, **y) for x, y in ((cache, {}), (k, scale)))
+        got, want = (lightning_indexer(q, x, weights, **how) for x in (cache, k))
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -308,7 +302,8 @@ def test_kernel_of_4_bits(cuda, h, s_q, n, page):
         cache = filled(k, "paged fp4", page)
         k = dequantize_cache(quantize_cache(k, "index_fp4"), "index_fp4")
         lengths = jnp.array([n, n // 2 + 3, 3, 0], jnp.int32)  # the last place is idle
-        how = {"ratio": 1, "q_offset": lengths - s_q, "topk": 64, "return_scores": True}
+        span = Span.compressed(s_q, 1, lengths - s_q)
+        how = {"span": span, "topk": 64, "return_scores": True}
 
         def chosen(implementation):
             return jax.jit(lambda: lightning_indexer(q, cache, weights, implementation=implementation, **how))
@@ -323,7 +318,7 @@ def test_kernel_of_4_bits(cuda, h, s_q, n, page):
         np.testing.assert_allclose(*(np.where(there, x, 0) for x in (got[1], exact)), atol=1e-5 * greatest, rtol=0)
         np.testing.assert_allclose(*(np.sort(x[1], -1) for x in (got, want)), atol=1e-5 * greatest, rtol=0)
 
-        which = {"count": 20, "ratio": 1, "q_offset": lengths - s_q}
+        which = {"count": 20, "span": span}
         blocks, right = (
             np.asarray(indexer_blocks(q, cache, weights, implementation=x, **which)) for x in ("cubin", "reference")
         )
@@ -361,11 +356,11 @@ for dtype in ("bfloat16", "float8_e4m3fn"):
     cache = t.filled(k if dtype == "float8_e4m3fn" else k.astype(dtype), *{
         "float8_e4m3fn": ("paged packed", 64)}.get(dtype, ("paged", 64)))
     if dtype == "float8_e4m3fn":
-        q, _, weights, _ = t.quantize_indexer(q, None, weights)
+        q, _, weights = t.quantize_indexer(q, None, weights)
     lengths = jnp.array([9600, 4800, 3], jnp.int32)
     x = q.astype(dtype), cache, weights, lengths
     def f(q, cache, weights, lengths):
-        how = {"topk": 512, "ratio": 1, "q_offset": lengths - 2, "implementation": "cubin"}
+        how = {"topk": 512, "span": t.Span.compressed(2, 1, lengths - 2), "implementation": "cubin"}
         return t.lightning_indexer(q, cache, weights, **how) + 0
     alone = jax.jit(f).lower(*x).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
     graph = jax.jit(f)

@@ -59,11 +59,11 @@ def test_they_are_found(negated):
     assert not bounded_negations(lambda a, b: jnp.maximum(a - b, 0), a, a)
 
 
-@pytest.mark.parametrize("kv_offset", [-3, "traced"])
-def test_no_bound_of_attention_is_negated(kv_offset):
+@pytest.mark.parametrize("first_key", [-3, "traced"])
+def test_no_bound_of_attention_is_negated(first_key):
     def attend(q, kv, first):
-        at = {"q_offset": first, "kv_offset": first - 7 if kv_offset == "traced" else kv_offset}
-        return dsv4_attention(q, kv, kv, window=8, ratio=4, span=Span.causal(4, first), **at)
+        window = Span.sliding_window(4, 8, first).keys_from(first - 7 if first_key == "traced" else first_key)
+        return dsv4_attention(q, kv, kv, window=window & Span.causal(4, first), ratio=4, q_offset=first)
 
     x = jnp.zeros((2, 4, 4, 64), jnp.bfloat16)
     for first in (jnp.int32(3), jnp.zeros(2, jnp.int32)):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import fmha, reference, sparse_fmha
+from jax_dsv4_fmha._dispatch.sources import SelectionSource
 from jax_dsv4_fmha._testing.attention import SparseCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import assert_right
@@ -72,11 +73,13 @@ def test_a_key_named_twice_counts_twice():
     np.testing.assert_allclose(o, jnp.broadcast_to(kv[:, None, None, 4], o.shape), rtol=1e-5)
 
 
-def test_topk_length_cuts_like_absent_indices():
+def test_a_length_of_a_source_cuts_like_absent_indices():
+    """As kernels take selections."""
     q, kv, indices, sink = operands()
     length = jnp.array([[0, 3, 8, 100, -1]] * B, jnp.int32)
     cut = jnp.where(jnp.arange(TOPK) < length[..., None], indices, -1)
-    got, want = sparse_fmha(q, kv, indices, topk_length=length, sink=sink), sparse_fmha(q, kv, cut, sink=sink)
+    want = sparse_fmha(q, kv, cut, sink=sink)
+    got = SelectionSource(kv, indices, length).reference(q, sink, q.shape[-1] ** -0.5)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)
     assert (got[0][:, [0, 4]] == 0).all() and (got[1][:, [0, 4]] == -jnp.inf).all()

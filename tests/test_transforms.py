@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import EXPORT_CHECKS, fmha, indexer_loss, indexer_scores
+from jax_dsv4_fmha import EXPORT_CHECKS, Span, fmha, indexer_loss, indexer_scores
 from jax_dsv4_fmha._host import library
 from tests.transformed import (
     OPS,
@@ -79,7 +79,7 @@ def test_so_of_what_the_indexer_learns_by(op):
     def f(q):
         if op == "indexer_scores":
             return indexer_scores(q, x["k"], x["w"], indices).sum()
-        return indexer_loss(q, x["k"], x["w"], q[..., :4], x["kv"], x["w"], ratio=1).sum()
+        return indexer_loss(q, x["k"], x["w"], q[..., :4], x["kv"], x["w"], span=Span.causal(3)).sum()
 
     for derivative in (jax.jacfwd, jax.hessian, lambda f: lambda q: jax.jvp(f, (q,), (q,))):
         with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import Span, indexer_blocks, indexer_scores, lightning_indexer
+from jax_dsv4_fmha import Quantized, Span, indexer_blocks, indexer_scores, lightning_indexer
 from jax_dsv4_fmha._definitions import indexer as definition
 from jax_dsv4_fmha._dispatch import two_levels
 from jax_dsv4_fmha._host import indexer as raw
@@ -30,7 +30,7 @@ def test_chooses_what_a_loop_chooses(count):
     for n, i in np.ndindex(B, S_Q):
         if visible[n, i].any():
             greatest[n, i, np.flatnonzero(visible[n, i])[-1] // block] = np.inf
-    seen = {"ratio": 2, "q_offset": offset}
+    seen = {"span": Span.compressed(S_Q, 2, offset)}
     blocks = indexer_blocks(q, k, weights, count=count, block=block, **seen)
     np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
     within = (np.asarray(blocks)[..., None] == np.arange(S_C) // block).any(2)
@@ -48,10 +48,11 @@ def parts():
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_blocks_from_the_first_entry_that_a_query_sees(count):
-    """Each query's are those of its entries alone."""
+    """Each query's are those of its entries alone, if these are of its own packed sequence."""
     x, start, stop, s = parts()
     block, topk = 4, 5
-    how = {"span": Span(jnp.asarray(start), jnp.asarray(stop)), "block": block, "from_start": True}
+    of_sequences = Span.compressed_segments(jnp.zeros((1, 1), jnp.int32), 1).rules
+    how = {"span": Span(jnp.asarray(start), jnp.asarray(stop), of_sequences), "block": block}
     blocks = indexer_blocks(*x, count=count, **how)
     got = lightning_indexer(*x, topk=topk, blocks=blocks, **how)
     for n, i in np.ndindex(B, S_Q):
@@ -149,7 +150,7 @@ def test_export_for_cuda(s_q, b, here, monkeypatch):
     monkeypatch.setattr(library, "local_architectures", lambda: here)
 
     def f(q, k, weights):
-        seen = {"ratio": 1, "q_offset": 65536, "implementation": "cubin"}
+        seen = {"span": Span.compressed(s_q, 1, 65536), "implementation": "cubin"}
         blocks = indexer_blocks(q, k, weights, count=2048, **seen)
         return lightning_indexer(q, k, weights, topk=512, blocks=blocks, **seen)
 
@@ -180,13 +181,15 @@ def test_kernels(cuda, h, dtype, count, monkeypatch):
     s_q, s_c, block, topk = 37, 600, 8, 24
     with jax.default_device(cuda):
         monkeypatch.setattr(raw, "WORKSPACE", 4 * 2 * 640 * 16)
-        x, kwargs = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h)
-        x = x[0], x[1].at[:, jnp.array([8, 9, 10, 11, 12, 13, 14, 15, 100])].set(jnp.nan), x[2]
+        q, k, weights = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h)
+        codes = k.codes if isinstance(k, Quantized) else k
+        codes = codes.at[:, jnp.array([8, 9, 10, 11, 12, 13, 14, 15, 100])].set(jnp.nan)
+        x = q, Quantized(codes, k.scales) if isinstance(k, Quantized) else codes, weights
         rng = np.random.default_rng(8)
         start = rng.integers(0, 300, (2, s_q)).astype(np.int32)
         stop = np.minimum(start + rng.integers(-5, 500, (2, s_q)), s_c).astype(np.int32)
         start[:, :3], stop[:, :2], stop[:, 2] = 0, s_c, 100
-        seen = {"span": Span(jnp.asarray(start), jnp.asarray(stop)), "implementation": "cubin", **kwargs}
+        seen = {"span": Span(jnp.asarray(start), jnp.asarray(stop)), "implementation": "cubin"}
         visible = (start[..., None] <= np.arange(s_c)) & (np.arange(s_c) < stop[..., None])
 
         everything, values = map(np.asarray, lightning_indexer(*x, topk=s_c, return_scores=True, **seen))
@@ -204,15 +207,15 @@ def test_kernels(cuda, h, dtype, count, monkeypatch):
         np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
 
         named = np.where(visible, np.arange(s_c), -1).astype(np.int32)
-        there = np.array(raw.indexer_scores_at(*x, jnp.asarray(named))[0])
-        if kwargs:
-            half = x[0].astype(jnp.bfloat16), x[1].astype(jnp.bfloat16), x[2]
+        there = np.array(raw.indexer_scores_at(q, codes, weights, jnp.asarray(named))[0])
+        if isinstance(k, Quantized):
+            half = q.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), weights
             of_16_bits = np.array(indexer_scores(*half, jnp.asarray(named), implementation="cubin"))
             number = np.isfinite(of_16_bits)
             np.testing.assert_array_equal(np.isnan(there), np.isnan(of_16_bits))
             off = np.linalg.norm(there[number] - of_16_bits[number]) / np.linalg.norm(of_16_bits[number])
             assert off < 5e-4  # sums of products of 8 bits are rounded to some 14 bits
-            there = there * np.asarray(kwargs["k_scale"])[:, None]
+            there = there * np.asarray(k.scales)[:, None]
         within = (np.asarray(blocks)[..., None] == np.arange(s_c) // block).any(2)
         how = {"topk": topk, "blocks": blocks, "block": block, "return_scores": True}
         indices, values = lightning_indexer(*x, **how, **seen)

@@ -63,15 +63,23 @@ def _fmha(i, q, k, start, stop, sink, v=None):
 
 
 def _sparse(i, q, kv, indices, length, sink):
-    return sparse_fmha(q, kv, indices, topk_length=length, sink=sink, implementation=i)
+    return sparse_fmha(q, kv, shortened(indices, length), sink=sink, implementation=i)
 
 
-def _layer(i, q, window, kv=None, sink=None, indices=None, length=None, method=None, q_offset=8):
-    kwargs = {} if kv is None else {"ratio": 4} if indices is None else {"indices": indices, "topk_length": length}
-    method = None if i == "reference" else method
-    return dsv4_attention(
-        q, window, kv, sink=sink, window=5, q_offset=q_offset, method=method, implementation=i, **kwargs
-    )
+def shortened(indices, length):
+    """These indices, of which a row has so many, and then -1."""
+    return jnp.where(jnp.arange(indices.shape[2])[None, None] < length[..., None], indices, -1)
+
+
+def _layer(i, q, window, kv=None, sink=None, indices=None, length=None, q_offset=8):
+    kwargs = {} if kv is None else {"ratio": 4} if indices is None else {"indices": shortened(indices, length)}
+    return dsv4_attention(q, window, kv, sink=sink, window=5, q_offset=q_offset, implementation=i, **kwargs)
+
+
+def _two_passes(i, q, window, kv, sink):
+    near, far = Span.sliding_window(q.shape[1], 5, 8), Span.compressed(q.shape[1], 4, 8)
+    parts = (fmha(q, x[:, :, None], span=span, implementation=i) for x, span in ((window, near), (kv, far)))
+    return merge([*parts], sink)
 
 
 def _merge(i, q, lse, q2, lse2, sink):
@@ -90,11 +98,9 @@ OPS = {
     "few_kv_heads": Case(_fmha, {**Q, "k": "btkd", **SPAN, **SINK, "v": "btkd"}, h_kv=2),
     "sparse": Case(_sparse, {**Q, "kv": "btd", **ROWS, **SINK}),
     "window": Case(_layer, {**Q, "window": "btd", **SINK}),
-    "two_pass": Case(functools.partial(_layer, method="two_pass"), {**Q, "window": "btd", "kv": "btd", **SINK}),
-    "fused_dense": Case(functools.partial(_layer, method="fused"), {**Q, "window": "btd", "kv": "btd", **SINK}),
-    "fused_sparse": Case(
-        functools.partial(_layer, method="fused"), {**Q, "window": "btd", "kv": "btd", **SINK, **ROWS}
-    ),
+    "two_pass": Case(_two_passes, {**Q, "window": "btd", "kv": "btd", **SINK}),
+    "fused_dense": Case(_layer, {**Q, "window": "btd", "kv": "btd", **SINK}),
+    "fused_sparse": Case(_layer, {**Q, "window": "btd", "kv": "btd", **SINK, **ROWS}),
     "merge": Case(_merge, {**Q, "lse": "bsh", "q2": "bshd", "lse2": "bsh", **SINK}),
     "drop_in": Case(_drop_in, {**Q, "k": "btkd", "v": "btkd", **SINK}, h_kv=4),
 }

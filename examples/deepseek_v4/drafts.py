@@ -70,9 +70,9 @@ class DSpark:
             rank=read.integer("dspark_markov_rank"),
         )
 
-    def with_products(self, products: str | None) -> "DSpark":
-        """As `Model.with_products`; a draft is made as without."""
-        return dataclasses.replace(self, model=self.model.with_products(products))
+    def with_precision(self, precision: str | None) -> "DSpark":
+        """As `Model.with_precision`; a draft is made as without."""
+        return dataclasses.replace(self, model=self.model.with_precision(precision))
 
     @property
     def vocabulary(self) -> int:

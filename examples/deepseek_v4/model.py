@@ -141,10 +141,10 @@ class Model:
             engrams=engrams,
         )
 
-    def with_products(self, products: str | None) -> "Model":
-        """The same with this choice of its layers: by which products prompts are read (`DSV4Attention.products`)."""
+    def with_precision(self, precision: str | None) -> "Model":
+        """The same with this choice of its layers: the precision of products by which prompts are read."""
         return dataclasses.replace(
-            self, layers=tuple(dataclasses.replace(layer, products=products) for layer in self.layers)
+            self, layers=tuple(dataclasses.replace(layer, precision=precision) for layer in self.layers)
         )
 
     @property

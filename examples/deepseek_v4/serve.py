@@ -38,7 +38,7 @@ def main(
     beginning: str = "",
     kept: str | None = None,
     packed: bool = False,
-    products: str | None = None,
+    precision: str | None = None,
     random: str = "v4",
     tensor: int = 1,
     expert: int = 1,
@@ -50,7 +50,8 @@ def main(
     Args:
       prompts: lines; by default those of the standard input.
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
-      products: by which attention reads prompts, as in `DSV4Attention`; the model computes with bfloat16 then.
+      precision: of the products by which attention reads prompts, as in `DSV4Attention`; the model computes with
+        bfloat16 then.
       port: of an HTTP endpoint, which takes the place of lines; 0 is any.
       chat_template: a file for its chats, in Jinja, where the checkpoint has no template or another is wanted.
 
@@ -64,11 +65,11 @@ def main(
     words, ends = common.Words(checkpoint, model.vocabulary), common.ends(checkpoint)
     first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
     asked = None if port is None else listening(port, checkpoint, chat_template)
-    dtype = common.compute_dtype() if products is None else jnp.bfloat16
+    dtype = common.compute_dtype() if precision is None else jnp.bfloat16
     with common.mesh_of(tensor, expert, data=1) as mesh:
         progress("reading the checkpoint" if checkpoint else "making random parameters")
         params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
-        model = model.with_products(products)
+        model = model.with_precision(precision)
         params = model.joined(params)
         how = {"beginning": first, "speculate": speculate, "progress": progress}
         server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
@@ -236,7 +237,7 @@ def arguments() -> dict:
     for name, what in of_products.items():
         group.add_argument(
             f"--fp8-products{name}",
-            dest="products",
+            dest="precision",
             action="store_const",
             const="float8_e4m3fn" + name.replace("-", "_"),
             help=f"attention reads prompts by products of e4m3{what}: faster on Hopper, and less exact; steps stay as "

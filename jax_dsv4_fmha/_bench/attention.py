@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import dsv4_attention, fmha, sparse_fmha
+from .. import dsv4_attention, fmha, merge, sparse_fmha
 from .._definitions.cache import Cache
 from .._definitions.e4m3 import BF16_ROPE, E4M3
 from .._definitions.span import Span
@@ -195,7 +195,7 @@ class SparseRow(PromptRow):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow(PromptRow):
-    """A window and compressed entries, or topk of them, in one pass; two passes are its peer."""
+    """A window and compressed entries, or topk of them, in one pass; two passes, merged, are its peer."""
 
     op = "dsv4_attention"
 
@@ -211,18 +211,20 @@ class LayerRow(PromptRow):
         return f"window {self.window} + {compressed}" + (" in pages" if self.page else "")
 
     @property
-    def offsets(self) -> dict[str, int]:
+    def near(self) -> Span:
         """The queries stand at the end of a context, and so does the window cache."""
-        end = max(self.s_c * self.ratio, self.s_kv)
-        return {"q_offset": end - self.s_q, "kv_offset": end - self.s_kv}
+        return Span.sliding_window(self.s_q, self.window, self.s_kv - self.s_q)
+
+    @property
+    def far(self) -> Span:
+        return Span.compressed(self.s_q, self.ratio, max(self.s_c * self.ratio, self.s_kv) - self.s_q)
 
     @property
     def visible(self) -> int:
-        at = self.offsets
-        near = self.seen(Span.sliding_window(self.s_q, self.window, at["q_offset"] - at["kv_offset"]), self.s_kv)
+        near = self.seen(self.near, self.s_kv)
         if self.topk:
             return near + self.b * self.s_q * self.topk
-        return near + self.seen(Span.compressed(self.s_q, self.ratio, at["q_offset"]), self.s_c)
+        return near + self.seen(self.far, self.s_c)
 
     @property
     def key_rows(self) -> int:
@@ -238,14 +240,22 @@ class LayerRow(PromptRow):
         return arrays | self.indices(keys, self.topk, self.s_c)
 
     def ours(self, **operands: Any) -> Any:
-        return self._call("fused", operands)
+        return self._call(operands)
 
     def peer(self, name: Any, **operands: Any) -> Any:
-        return self._call(name, operands)
+        assert name == "two_pass"
+        q, kv, indices = operands["q"], operands["compressed_kv"], operands.get("indices")
+        near = fmha(q, operands["window_kv"][:, :, None], span=self.near, implementation="cubin")
+        if indices is None:
+            far = fmha(q, kv[:, :, None], span=self.far, implementation="cubin")
+        else:
+            _, stop = self.far.bounds(self.b, self.s_q, self.s_c)
+            far = sparse_fmha(q, kv, jnp.where(indices < stop[..., None], indices, -1), implementation="cubin")
+        return merge([near, far], operands.get("sink"))
 
-    def _call(self, method: Any, operands: Operands) -> Any:
-        choices: dict[str, Any] = {"window": self.window, "ratio": self.ratio, **self.offsets}
-        return dsv4_attention(**operands, **choices, method=method, implementation="cubin")
+    def _call(self, operands: Operands, precision: str | None = None) -> Any:
+        how: dict[str, Any] = {"window": self.near, "ratio": self.far, "precision": precision}
+        return dsv4_attention(**operands, **how, implementation="cubin")
 
     def of(self, name: str) -> CallRow:
         return replace(self, page=0) if name == "contiguous" else self
@@ -259,10 +269,11 @@ class E4m3Row(LayerRow):
     def kind(self) -> str:
         return f" {E4M3} products"
 
-    def _call(self, method: Any, operands: Operands) -> Any:
-        choices: dict[str, Any] = {"window": self.window, "ratio": self.ratio, **self.offsets}
-        products = {"bfloat16": None, "bf16_rope": BF16_ROPE}.get(method, E4M3)
-        return dsv4_attention(**operands, **choices, products=products, implementation="cubin")
+    def ours(self, **operands: Any) -> Any:
+        return self._call(operands, E4M3)
+
+    def peer(self, name: Any, **operands: Any) -> Any:
+        return self._call(operands, {"bfloat16": None, "bf16_rope": BF16_ROPE}[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +288,7 @@ class CausalE4m3Row(FmhaRow):
 
     def ours(self, **operands: Any) -> Any:
         q, k = operands["q"], operands["k"]
-        return dsv4_attention(q, k[:, :, 0], window=self.s_kv, products=E4M3, implementation="cubin")
+        return dsv4_attention(q, k[:, :, 0], window=self.s_kv, precision=E4M3, implementation="cubin")
 
     def peer(self, name: Any, **operands: Any) -> Any:
         assert name == "bfloat16"

@@ -70,14 +70,14 @@ def _scores(indexer: Any, row: ChoiceRow, operands: Operands) -> Call:
     choices: dict[str, Any] = {"ratio": row.ratio or 1, "sm_scale": 1.0}
     if not row.ratio:  # all entries are visible
         choices["q_causal_offsets"] = to_torch(jnp.full((1,), row.s_c, jnp.int32))
-    q, k, weights = operands["q"], operands["k"][:, :, None], to_torch(operands["weights"])
+    q, k, weights = operands["q"], operands["k"], to_torch(operands["weights"])
     if jnp.dtype(row.dtype) != E4M3:
-        return _call(indexer, to_torch(q), to_torch(k), weights, choices | {"precision": "bf16"})
+        return _call(indexer, to_torch(q), to_torch(k[:, :, None]), weights, choices | {"precision": "bf16"})
     scales = {
         "q_scale": to_torch(jnp.ones(q.shape[:3], jnp.float32)),
-        "k_scale": to_torch(operands["k_scale"][:, :, None]),
+        "k_scale": to_torch(k.scales[:, :, None]),
     }
-    q_codes, k_codes = (to_torch(x.view(jnp.uint8)).view(torch().float8_e4m3fn) for x in (q, k))
+    q_codes, k_codes = (to_torch(x.view(jnp.uint8)).view(torch().float8_e4m3fn) for x in (q, k.codes[:, :, None]))
     return _call(indexer, q_codes, k_codes, weights, choices | scales | {"precision": "fp8"})
 
 

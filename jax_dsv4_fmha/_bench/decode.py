@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .._definitions.cache import Cache
 from .._definitions.e4m3 import E4M3
 from .._definitions.packed import LAYOUTS, quantize_cache
+from .._definitions.span import Span
 from .._dispatch.seen_slots import seen_slots
 from .._dispatch.sources import SelectionSource
 from .._ops.decode import dsv4_decode
@@ -103,7 +104,7 @@ class DecodeRow(AttentionRow):
     ) -> Any:
         """The usual way in jnp: gather the entries, two products and a softmax between them."""
         sources = seen_slots(
-            self.s_q, window_cache, compressed_cache, lengths, indices, None, self.ratio, self.window, with_kernel=False
+            self.s_q, window_cache, compressed_cache, lengths, indices, self.ratio, self.window, with_kernel=False
         )
         parts = [x for source in sources for x in source.parts()]
         keys = jnp.concatenate([_gather(x) for x in parts], 2)
@@ -123,7 +124,7 @@ class DecodeRow(AttentionRow):
 @dataclass(frozen=True, kw_only=True)
 class ChunkRow(DecodeRow):
     """A chunk of a prompt by products of e4m3, from a cache's bytes. The peer "unpacked" unpacks keys to bfloat16, and
-    attends to these, as a layer does without `products`.
+    attends to these, as a layer does without `precision`.
     """
 
     @property
@@ -141,14 +142,15 @@ class ChunkRow(DecodeRow):
         return arrays | {"indices": jnp.where(arrays["indices"] < past, arrays["indices"], arrays["indices"] - past)}
 
     def ours(self, **operands: Any) -> Any:
-        return dsv4_decode(**operands, ratio=self.ratio, window=self.window, products=E4M3, implementation="cubin")
+        return dsv4_decode(**operands, ratio=self.ratio, window=self.window, precision=E4M3, implementation="cubin")
 
     def peer(self, name: str, **operands: Any) -> Any:
         near, far = operands.pop("window_cache"), operands.pop("compressed_cache")
         begin = self.first - self.window + 1
         kv = near.take(jnp.broadcast_to(jnp.arange(begin, self.s_kv, dtype=jnp.int32), (self.b, self.s_kv - begin)))
         del operands["lengths"]
-        at: dict[str, Any] = {"q_offset": self.first, "kv_offset": begin, "window": self.window, "ratio": self.ratio}
+        window = Span.sliding_window(self.s_q, self.window, self.first - begin)
+        at: dict[str, Any] = {"q_offset": self.first, "window": window, "ratio": self.ratio}
         return dsv4_attention(window_kv=kv, compressed_kv=far.take(), **operands, **at, implementation="cubin")
 
     def of(self, name: str) -> CallRow:

@@ -123,14 +123,14 @@ def prompt(row: AttentionRow, operands: Operands) -> Operands:
             keys, far = operands["kv"], [operands["indices"]]
         case LayerRow():
             keys = jnp.concatenate([operands["window_kv"], operands["compressed_kv"]], 1)
-            ends = row.offsets["q_offset"] + jnp.arange(row.s_q) + 1
-            past = operands["indices"] < (ends // row.ratio)[None, :, None]
-            near = [_window(row, row.window, row.offsets["q_offset"] - row.offsets["kv_offset"])]
+            _, ends = row.far.bounds(1, row.s_q, row.s_c)
+            past = operands["indices"] < ends[..., None]
+            near = [_window(row, row.near, row.window)]
             far = [jnp.where(past, operands["indices"] + row.s_kv, -1)]
         case FmhaRow():
             assert row.window is not None
             keys = operands["k"][:, :, 0]
-            near = [_window(row, row.window, row.s_kv - row.s_q)]
+            near = [_window(row, Span.sliding_window(row.s_q, row.window, row.s_kv - row.s_q), row.window)]
         case _:
             raise NotImplementedError(row.name)
     indices = jnp.concatenate([*near, *far], -1)
@@ -138,9 +138,9 @@ def prompt(row: AttentionRow, operands: Operands) -> Operands:
     return {"q": operands["q"][0], "kv": keys[0][:, None], "indices": indices[0][:, None], **rest}
 
 
-def _window(row: AttentionRow, window: int, offset: int) -> jax.Array:
+def _window(row: AttentionRow, span: Span, window: int) -> jax.Array:
     """int32 `[1, s_q, window]`: the keys that a query sees, and -1."""
-    start, stop = Span.sliding_window(row.s_q, window, offset).bounds(1, row.s_q, row.s_kv)
+    start, stop = span.bounds(1, row.s_q, row.s_kv)
     keys = start[..., None] + jnp.arange(window, dtype=jnp.int32)
     return jnp.where(keys < stop[..., None], keys, -1)
 
@@ -148,7 +148,7 @@ def _window(row: AttentionRow, window: int, offset: int) -> jax.Array:
 def _step(package: Any, row: DecodeRow, operands: Operands) -> Call:
     caches = operands["window_cache"], operands["compressed_cache"]
     sources = seen_slots(
-        row.s_q, *caches, operands["lengths"], operands["indices"], None, row.ratio, row.window, with_kernel=False
+        row.s_q, *caches, operands["lengths"], operands["indices"], row.ratio, row.window, with_kernel=False
     )
     parts = [x for source in sources for x in source.parts()]
     slots = [jnp.where(jnp.arange(x.indices.shape[2]) < x.length[..., None], x.indices, -1) for x in parts]

@@ -14,6 +14,7 @@ from jax import lax
 
 from .._definitions.cache import Cache
 from .._definitions.packed import LAYOUTS, layout_of_keys, quantize_cache
+from .._definitions.span import Span
 from .._host.indexer import indexer_topk
 from .._ops.dsv4 import dsv4_attention
 from .._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
@@ -118,7 +119,7 @@ class ScoringRow(IndexerRow):
 
     def operands(self, key: jax.Array) -> Operands:
         x = self.drawn(key)
-        return dict(zip((*x, "k_scale"), quantize_indexer(**x), strict=True)) if self.is_quantized else x
+        return dict(zip(x, quantize_indexer(**x), strict=True)) if self.is_quantized else x
 
     def some(self, key: jax.Array, count: int, of: int) -> jax.Array:
         """int32 `[b, s_q, count]`: for every query others, ascending."""
@@ -166,8 +167,8 @@ class ChoiceRow(ScoringRow):
 
     @property
     def choices(self) -> dict[str, Any]:
-        visible = {"ratio": self.ratio} if self.ratio else {"ratio": 1, "q_offset": self.s_c}
-        return {**visible, "implementation": "cubin", "block": _BLOCK}
+        span = Span.compressed(self.s_q, self.ratio) if self.ratio else Span.compressed(self.s_q, 1, self.s_c)
+        return {"span": span, "implementation": "cubin", "block": _BLOCK}
 
     def ours(self, **operands: Any) -> Any:
         return lightning_indexer(**operands, **self.choices, topk=self.topk)
@@ -222,7 +223,7 @@ class StepRow(ChoiceRow):
         x = self.drawn(key)
         cache = self._cache(x["k"])
         if self.is_quantized:
-            x["q"], _, x["weights"], _ = quantize_indexer(x["q"], None, x["weights"])
+            x["q"], _, x["weights"] = quantize_indexer(x["q"], None, x["weights"])
         return x | {"k": cache}
 
     def _cache(self, k: jax.Array) -> Cache:
@@ -315,8 +316,8 @@ class AttendedRow(ChoiceRow):
         q, window_kv, compressed_kv, sink = (operands.pop(name) for name in _ATTENDED)
         end = self.s_c * _RATIO  # so that all entries are visible
         return dsv4_attention(
-            q, window_kv, compressed_kv, indices=super().ours(**operands), sink=sink, q_offset=end,
-            kv_offset=end - (_WINDOW - 1), ratio=_RATIO, window=_WINDOW, implementation="cubin", method="fused",
+            q, window_kv, compressed_kv, window=Span.sliding_window(self.s_q, _WINDOW, _WINDOW - 1), ratio=_RATIO,
+            indices=super().ours(**operands), q_offset=end, sink=sink, implementation="cubin",
         )  # fmt: skip
 
     def peer(self, name: str, **operands: Any) -> Any:

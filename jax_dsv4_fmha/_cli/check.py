@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._check import Implementation, Method
+from .._check import Implementation
 from .._host import library
 from .._testing.case import Case
 from .._testing.cases import CASES
@@ -21,18 +21,6 @@ from .info import machine, no_devices
 from .report import Progress, output, write_json
 
 PASSED, FAILED, NOT_BUILT, SKIPPED = "passed", "FAILED", "not built", "skipped"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A case; for a whole layer, with one of the methods."""
-
-    case: Case
-    method: Method | None = None
-
-    @property
-    def name(self) -> str:
-        return self.case.name if self.method is None else f"{self.case.name} {self.method}"
 
 
 @dataclass(frozen=True)
@@ -53,16 +41,16 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
         return 2
     on_gpu, why = _mode()
     print(why, file=out, flush=True)
-    checks = kernel_checks() if on_gpu else reference_checks()
-    checks = [x for x in (quick(checks) if is_quick else checks) if matches(x.name, pattern)]
-    if not checks:
+    cases = CASES if on_gpu else small_cases()
+    cases = [x for x in (quick(cases) if is_quick else cases) if matches(x.name, pattern)]
+    if not cases:
         print(f"No case matches {pattern!r}.", file=out)
         return 2
-    bar = Progress(len(checks), progress, out)
+    bar = Progress(len(cases), progress, out)
     outcomes: list[Outcome] = []
     interrupted = False
     try:
-        for x in checks:
+        for x in cases:
             bar.begin(x.name)
             outcomes.append(_outcome(x, "cubin" if on_gpu else "reference"))
             bar.print(str(outcomes[-1]))
@@ -72,7 +60,7 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
     counts = Counter(outcome.status for outcome in outcomes)
     summary = ", ".join(f"{n} {status}" for status, n in counts.items())
     if interrupted:
-        print(f"Interrupted after {len(outcomes)} of {len(checks)} cases: {summary or 'none'}", file=out)
+        print(f"Interrupted after {len(outcomes)} of {len(cases)} cases: {summary or 'none'}", file=out)
         return 130
     print(summary, file=out)
     if json_path is not None:
@@ -88,29 +76,26 @@ def matches(name: str, pattern: str | None) -> bool:
     return pattern is None or pattern in name or fnmatch.fnmatchcase(name, pattern)
 
 
-def kernel_checks() -> list[Check]:
-    return [Check(case, method) for case in CASES for method in case.methods]
+def small_cases() -> list[Case]:
+    """Those for the reference."""
+    return [case for case in CASES if case.is_small]
 
 
-def reference_checks() -> list[Check]:
-    return [Check(case) for case in CASES if case.is_small]
+def quick(cases: Sequence[Case]) -> list[Case]:
+    """A few small cases in which every feature of a case occurs at least once."""
 
-
-def quick(checks: Sequence[Check]) -> list[Check]:
-    """A few small checks in which every feature of a case occurs at least once."""
-
-    def has(x: Check) -> set[tuple[Any, ...]]:
-        c = x.case.facts
-        kind = (x.case.op, c["topk"] > 0, c["ratio"] > 0, x.method)
+    def has(x: Case) -> set[tuple[Any, ...]]:
+        c = x.facts
+        kind = (x.op, c["topk"] > 0, c["ratio"] > 0)
         features = (c["dtype"], c["sink"], c["d"], c["page"] > 0, *c["span"].split("+"), *c["features"])
         return {kind, *((feature,) for feature in features)}
 
-    left, chosen = set().union(*map(has, checks)), list[Check]()
+    left, chosen = set().union(*map(has, cases)), list[Case]()
     while left:
-        best = max(checks, key=lambda x: (len(has(x) & left), -x.case.work))
+        best = max(cases, key=lambda x: (len(has(x) & left), -x.work))
         chosen.append(best)
         left -= has(best)
-    return sorted(chosen, key=lambda x: x.case.work)
+    return sorted(chosen, key=lambda x: x.work)
 
 
 def _mode() -> tuple[bool, str]:
@@ -126,7 +111,7 @@ def _device() -> jax.Device:
     return jax.local_devices(backend="cuda")[0]
 
 
-def _outcome(x: Check, implementation: Implementation) -> Outcome:
+def _outcome(x: Case, implementation: Implementation) -> Outcome:
     began = time.monotonic()
     try:
         status, detail = _check_one(x, implementation)
@@ -136,13 +121,13 @@ def _outcome(x: Check, implementation: Implementation) -> Outcome:
     return Outcome(x.name, status, detail, time.monotonic() - began)
 
 
-def _check_one(x: Check, implementation: Implementation) -> tuple[str, str]:
+def _check_one(x: Case, implementation: Implementation) -> tuple[str, str]:
     if implementation == "cubin":
-        wanted = x.case.device_bytes
+        wanted = x.device_bytes
         limit = (_device().memory_stats() or {}).get("bytes_limit", wanted)
         if wanted > limit:
             return SKIPPED, f"needs {wanted / 2**30:.0f} GiB of device memory, has {limit / 2**30:.0f} GiB"
-    is_right, detail = x.case.judge(implementation, x.method)
+    is_right, detail = x.judge(implementation)
     return PASSED if is_right else FAILED, detail
 
 

@@ -1,6 +1,6 @@
 """The lightning indexer in plain `jnp`: the definition of its ops, fp32 inside, a block of queries at a time.
 
-    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])      fp32; times k_scale[s] where keys are e4m3
+    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])      fp32; times the scale of k[s] where keys are codes
 
 The ops of the package check the operands first. A key that a query does not see cannot reach it, not even as NaN. The
 gradients are written out so that they keep no scores: both passes compute a block anew.
@@ -8,7 +8,6 @@ gradients are written out so that they keep no scores: both passes compute a blo
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax import lax
 
 from .log_space import denominator
 from .packed import LAYOUTS, index_keys, layout_of_keys
+from .quantized import Quantized
 from .query_blocks import Arrays, over_queries, scan_queries
 from .ranks import rank_of
 from .span import Span
@@ -33,12 +33,11 @@ _NEWEST = 2**31 - 1  # greater than that of any number
 
 
 def lightning_indexer(
-    q: jax.Array, k: jax.Array, weights: jax.Array, *, topk: int, k_scale: jax.Array | None = None,
-    return_scores: bool = False, **seen: Any,
+    q: jax.Array, k: jax.Array | Quantized, weights: jax.Array, topk: int, *, span: Span, return_scores: bool = False
 ) -> Any:  # fmt: skip
-    """`jax_dsv4_fmha.lightning_indexer` over keys that are an array; `seen` is ratio, q_offset, lengths and span."""
-    scale = jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale
-    results = select(q, weights, k, scale, *_bounds(q, k, **seen), topk=topk)
+    """`jax_dsv4_fmha.lightning_indexer` over keys that are an array, or codes."""
+    codes, scale = _codes_and_scales(k)
+    results = select(q, weights, codes, scale, *_bounds(q, codes, span), topk=topk)
     return results if return_scores else results[0]
 
 
@@ -49,40 +48,42 @@ def indexer_scores(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.
 
 
 def indexer_blocks(
-    q: jax.Array, k: jax.Array, weights: jax.Array, *, count: int, block: int = 8, from_start: bool = False,
-    k_scale: jax.Array | None = None, **seen: Any,
+    q: jax.Array, k: jax.Array | Quantized, weights: jax.Array, count: int, block: int = 8, *, span: Span
 ) -> jax.Array:  # fmt: skip
     """`jax_dsv4_fmha.indexer_blocks`."""
-    scale = jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale
-    how = {"count": count, "block": block, "from_start": from_start}
-    (blocks,) = greatest_blocks(q, weights, k, scale, *_bounds(q, k, **seen), **how)
+    codes, scale = _codes_and_scales(k)
+    how = {"count": count, "block": block, "from_start": begins_blocks(span)}
+    (blocks,) = greatest_blocks(q, weights, codes, scale, *_bounds(q, codes, span), **how)
     return blocks
 
 
 def indexer_loss(
-    q: jax.Array, k: jax.Array, weights: jax.Array, attention_q: jax.Array, kv: jax.Array, lse: jax.Array, *,
-    indices: jax.Array | None = None, sink: jax.Array | None = None, scale: float | None = None, **seen: Any,
+    q: jax.Array, k: jax.Array, weights: jax.Array, attention_q: jax.Array, kv: jax.Array, lse: jax.Array,
+    indices: jax.Array | None = None, *, span: Span | None = None, sink: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """`jax_dsv4_fmha.indexer_loss`; JAX differentiates it, for which it keeps what a block of queries computes."""
     attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
-    scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
+    scale = attention_q.shape[-1] ** -0.5
     if indices is None:
-        (loss,) = dense_loss(q, k, weights, attention_q, kv, lse, *_bounds(q, k, **seen), scale=scale)
+        assert span is not None
+        (loss,) = dense_loss(q, k, weights, attention_q, kv, lse, *_bounds(q, k, span), scale=scale)
         return loss
     (target,) = attention_at(attention_q, kv, lse, indices, scale=scale)
     (scores,) = scores_at(q, k, weights, indices)
     return divergence(scores, target, (indices >= 0) & (indices < k.shape[1]))
 
 
-def _bounds(
-    q: jax.Array, k: jax.Array, *, ratio: int | None = None, q_offset: Any = 0, lengths: Any = None, span: Any = None
-) -> Arrays:
-    rules = [] if span is None else [span]
-    if ratio is not None:
-        rules.append(Span.compressed(q.shape[1], ratio, q_offset))
-    if lengths is not None:
-        rules.append(Span.lengths(lengths))
-    return functools.reduce(operator.and_, rules).bounds(q.shape[0], q.shape[1], k.shape[1])
+def begins_blocks(span: Span) -> bool:
+    """Whether blocks are counted from the first entry that a query sees, which is that of its own packed sequence."""
+    return "compressed_segments" in span.rules
+
+
+def _codes_and_scales(k: jax.Array | Quantized) -> tuple[jax.Array, jax.Array]:
+    return (k.codes, k.scales) if isinstance(k, Quantized) else (k, jnp.ones(k.shape[:2], _FP32))
+
+
+def _bounds(q: jax.Array, k: jax.Array, span: Span) -> Arrays:
+    return span.bounds(q.shape[0], q.shape[1], k.shape[1])
 
 
 # Choosing entries

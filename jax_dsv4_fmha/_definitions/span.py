@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,11 +35,15 @@ class Span:
     start: Any
     stop: Any
     rules: frozenset[str] = dataclasses.field(default=frozenset(), metadata=_STATIC)
-    """`segments` or `compressed`, whichever made it: `&` refuses to combine the two"""
+    """which constructors made it, of `segments`, `compressed` and `compressed_segments`: `&` refuses to combine the
+    first two, and by the last one blocks of an indexer begin with the first key that a query sees"""
     width: int | None = dataclasses.field(default=None, metadata=_STATIC)
     """the most keys that a query sees, as far as they are known while tracing; kernels of gradients are chosen by it"""
     from_first: bool = dataclasses.field(default=False, metadata=_STATIC)
     """whether its constructor says that queries see keys from the first one on; `is_from_first` looks at `start` too"""
+    reach: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    """how far before key i query i sees at most, where it sees none after it: devices that share a sequence then send
+    each other so many keys; None where that is not known while tracing"""
 
     @property
     def is_from_first(self) -> bool:
@@ -61,7 +63,8 @@ class Span:
         window = _check.positive("Span.sliding_window", "window", window)
         p = _positions("Span.sliding_window", s_q, offset)
         start = _numpy_of(p).maximum(p, window - 1) - (window - 1)  # written so that nothing wraps around
-        return cls(start, p + 1, width=window)
+        is_at_keys = isinstance(offset, int | np.integer) and offset == 0
+        return cls(start, p + 1, width=window, reach=window - 1 if is_at_keys else None)
 
     @classmethod
     def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
@@ -115,13 +118,23 @@ class Span:
         ratio = _check.positive(op, "ratio", ratio)
         past = (positions_of(ids) + 1) // ratio
         stop = jnp.cumsum((positions_of(ids) + 1) % ratio == 0, axis=1, dtype=jnp.int32)
-        return cls(stop - past, stop)
+        return cls(stop - past, stop, frozenset({"compressed_segments"}))
+
+    def keys_from(self, first: Any) -> "Span":
+        """What this shows of keys of which the first has position `first`, an int or int32 `[b]`, and not position 0.
+
+        For a chunk of a prompt whose keys begin with the `window - 1` tokens before it, that is
+        `Span.sliding_window(s_q, window, offset).keys_from(offset - (window - 1))`: keys at positions below 0 are not
+        seen.
+        """
+        traced = _check.offset("Span.keys_from", "first", first, {})
+        return _of_keys_from(first if isinstance(first, int | np.integer) else traced, self)
 
     def __and__(self, other: "Span") -> "Span":
         if not isinstance(other, Span):
             return NotImplemented
         rules = self.rules | other.rules
-        if len(rules) > 1:
+        if {"segments", "compressed"} <= rules:
             got = "Span.segments and Span.compressed, which counts from the row's first token"
             raise _check.error(
                 ValueError, "Span", "&", got, "Span.compressed_segments(ids, ratio) for packed sequences"
@@ -131,28 +144,27 @@ class Span:
             jnp.broadcast_shapes(*map(jnp.shape, bounds))
         except ValueError as e:
             raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
-        width = min((x.width for x in (self, other) if x.width is not None), default=None)
+        width, reach = (
+            min((n for n in both if n is not None), default=None)
+            for both in ((self.width, other.width), (self.reach, other.reach))
+        )
         xp = _numpy_of(*bounds)
         from_first = self.is_from_first and other.is_from_first
-        return Span(xp.maximum(bounds[0], bounds[2]), xp.minimum(bounds[1], bounds[3]), rules, width, from_first)
+        return Span(xp.maximum(bounds[0], bounds[2]), xp.minimum(bounds[1], bounds[3]), rules, width, from_first, reach)
 
     def __str__(self) -> str:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
 
-    def bounds(self, b: Any, s_q: Any, s_kv: Any, op: str = "Span") -> tuple[jax.Array, jax.Array]:
-        """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is the caller's name, for errors."""
-        start = _bound(op, "span.start", self.start, b, s_q, s_kv)
-        return start, _bound(op, "span.stop", self.stop, b, s_q, s_kv)
+    def bounds(self, b: Any, s_q: Any, s_kv: Any, op: str = "Span", name: str = "span") -> tuple[jax.Array, jax.Array]:
+        """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` and `name` are for errors: the caller's
+        name, and its name of this.
+        """
+        start = _bound(op, f"{name}.start", self.start, b, s_q, s_kv)
+        return start, _bound(op, f"{name}.stop", self.stop, b, s_q, s_kv)
 
 
-def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) -> tuple[jax.Array, jax.Array]:
-    """start and stop, as `Span.bounds` gives them, of the keys that all of the spans show."""
-    bounded = [Span(*span.bounds(b, s_q, s_kv, op), span.rules, span.width) for span in spans]
-    return functools.reduce(operator.and_, bounded).bounds(b, s_q, s_kv, op)
-
-
-def of_keys_from(first: Any, span: Span) -> Span:
-    """What `span`, of positions, shows of keys of which the first has position `first`, an int or int32 `[b]`.
+def _of_keys_from(first: Any, span: Span) -> Span:
+    """`Span.keys_from`.
 
     No bound is negated, because ptxas may lose the minus in a maximum of three bounds (docs/verification.md).
     """
@@ -163,7 +175,7 @@ def of_keys_from(first: Any, span: Span) -> Span:
         position = xp.maximum(position, 0)
         return position - xp.maximum(first, position - (2**31 - 1))  # written so that nothing wraps around
 
-    return dataclasses.replace(span, start=at(span.start), stop=at(span.stop), from_first=False)
+    return dataclasses.replace(span, start=at(span.start), stop=at(span.stop), from_first=False, reach=None)
 
 
 def positions_of(ids: jax.Array) -> jax.Array:

@@ -33,7 +33,6 @@ def attend(
     scale: float,
     implementation: _check.Implementation | None,
     modes: Sequence[AttentionMode] = (),
-    method: _check.Method | None = None,
     differentiable: bool = True,
     deterministic: bool = False,
     names: tuple[str, str] = ("q", "sink"),
@@ -47,7 +46,6 @@ def attend(
       sink: float32 `[h_q]`, or None.
       implementation: None or "cubin".
       modes: how, where it is not the plain way: inside of a kernel, or by passes around it.
-      method: as in `dsv4_attention`.
       differentiable: whether there is a gradient; if not, asking for one is an error.
       deterministic: whether the gradient must have the same bits every time.
       names: the caller's names of q and sink.
@@ -56,10 +54,10 @@ def attend(
       o like q, and lse float32 `[b, s_q, h_q]`, without the sink.
 
     Raises:
-      NotImplementedError: "cubin", "fused" or a mode that insists on a kernel, and none is built for these sources; or
+      NotImplementedError: "cubin" or a mode that insists on a kernel, and none is built for these sources; or
         `deterministic` where XLA's scatter would compute the gradient on a GPU.
     """
-    found = plan.best(op, q, sources, modes, method)
+    found = plan.best(q, sources, modes)
     is_ordered = any(mode.is_batch_invariant for mode in found.inside)
     instead = next(filter(None, (mode.differentiated for mode in found.inside)), None)
     traits: dict[str, Any] = {"batch_invariant": is_ordered} | ({"differentiated": instead} if instead else {})

@@ -115,7 +115,6 @@ def of_chunk(
     compressed_cache: Cache | None,
     lengths: jax.Array,
     indices: jax.Array | None,
-    topk_length: jax.Array | None,
     ratio: int | None,
     window: int,
     q_offset: jax.Array | None,
@@ -152,6 +151,5 @@ def of_chunk(
         return [*sources, CachedSource.of("compressed_cache", compressed_cache, slots, "span", 0 * stop, stop)]
     slots = compressed_cache.slots(jnp.broadcast_to(jnp.where(entries < past, entries, -1), (lengths.shape[0], room)))
     indices = jnp.where(indices < every[..., None], indices, -1)
-    length = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
-    selection = (indices, jnp.where(there, length, 0))
+    selection = (indices, jnp.where(there, indices.shape[2], 0))
     return [*sources, CachedSource.of("compressed_cache", compressed_cache, slots, "selection", *selection)]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _check
 from .._host import attention as raw
 from .._host import gradients, library
 from .._host.mode import BY_COLUMNS, FEW_HEADS, PLAIN, Mode, name_of
@@ -47,17 +46,11 @@ class Plan(NamedTuple):
     """whether each source has a launch of its own, whose results are merged"""
 
 
-def best(
-    op: str, q: jax.Array, sources: Sequence[Source], modes: Sequence[AttentionMode], method: _check.Method | None
-) -> Plan:
-    """The plan of a call in these modes. "fused" insists on one launch over all sources, "two_pass" on one for each."""
+def best(q: jax.Array, sources: Sequence[Source], modes: Sequence[AttentionMode]) -> Plan:
+    """The plan of a call in these modes: one launch over all sources, or where no kernel takes these one for each."""
     inside, others = ([x for x in modes if x.may_be_outside == outside] for outside in (False, True))
     support = _support_of(q, sources, inside)
-    if method == "fused" and not support.shipped:
-        other = "None, with which the reference runs" if _kernel_mode(inside).precision else "'two_pass'"
-        wanted = f"{other}, or operands that there is a fused kernel for"
-        raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
-    if len(sources) > 1 and not inside and (method == "two_pass" or not support.shipped):
+    if len(sources) > 1 and not inside and not support.shipped:
         return Plan((), tuple(others), is_split=True)
     for mode in others:
         if _goes_inside(mode, inside, q, sources):

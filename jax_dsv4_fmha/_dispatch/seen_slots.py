@@ -23,7 +23,6 @@ def seen_slots(
     compressed_cache: Cache | None,
     lengths: jax.Array,
     indices: jax.Array | None,
-    topk_length: jax.Array | None,
     ratio: int | None,
     window: int,
     q_offset: jax.Array | None = None,
@@ -44,7 +43,7 @@ def seen_slots(
         _none(lengths, 1, 0) if is_last else position[..., None],
         *[*tables, _none(lengths, 0)][:2],
         _none(lengths, s_q, 0) if indices is None else indices,
-        _none(lengths, s_q, 0) if topk_length is None else topk_length[..., None],
+        _none(lengths, s_q, 0),  # all indices count
     )
     far = 0 if compressed_cache is None else compressed_cache.capacity if indices is None else indices.shape[2]
     sizes = {"window": window, "far": far, "ratio": ratio or 0 if compressed_cache is not None else 0}

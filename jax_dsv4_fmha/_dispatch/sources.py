@@ -7,7 +7,7 @@ a tuple of kinds determines which kernel runs (`tables.py`). `attend.py` is all 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +158,9 @@ class SelectionSource:
             keys = dequantize_cache(keys, self.layout)
             keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
         keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
-        how: dict[str, Any] = {"topk_length": self.length, "sink": sink, "scale": scale, "products": products}
-        return reference.sparse_fmha(q, keys, self.indices, **how)
+        places = jnp.arange(self.indices.shape[2], dtype=jnp.int32)[None, None]
+        indices = jnp.where(places < self.length[..., None], self.indices, -1)
+        return reference.sparse_fmha(q, keys, indices, sink=sink, scale=scale, products=products)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), as in `SpanSource`."""

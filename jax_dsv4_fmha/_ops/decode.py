@@ -26,7 +26,6 @@ def dsv4_decode(
     lengths: int | jax.Array,
     sink: jax.Array | None = None,
     indices: jax.Array | None = None,
-    topk_length: jax.Array | None = None,
     ratio: int | None = None,
     window: int = 128,
     q_offset: int | jax.Array | None = None,
@@ -34,7 +33,7 @@ def dsv4_decode(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
     batch_invariant: bool = False,
-    products: str | None = None,
+    precision: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A step of generation: `dsv4_attention` of the last tokens of every sequence, over their KV caches.
 
@@ -65,7 +64,6 @@ def dsv4_decode(
       indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.
         An entry that is not past yet, is below 0, or has no room or no page in the cache, is absent; without ratio all
         indices count as they are. topk may be 0.
-      topk_length: int32 `[b, s_q]`; indices from there on are absent too.
       ratio: an int >= 1, needed with compressed_cache and without indices; 0 means None, a layer with a window alone.
       window: an int >= 1, the query's own position included.
       q_offset: an int, or int32 `[b]`: the position of the first new token. None means `lengths - s_q`.
@@ -74,7 +72,7 @@ def dsv4_decode(
       implementation: as in `fmha`. Only "reference" has a gradient.
       batch_invariant: as in `fmha`. The bits are then those of `dsv4_attention` over the same keys; with packed caches
         and at most 32 heads they are those of packed caches alone.
-      products: for a chunk of a prompt, of 64 queries at least: as in `dsv4_attention`, straight from
+      precision: for a chunk of a prompt, of 64 queries at least: as in `dsv4_attention`, straight from
         the bytes of caches in any layout, or from bfloat16. Steps of fewer queries wait for keys, not for products:
         they take None.
 
@@ -113,11 +111,11 @@ def dsv4_decode(
     packed = window_cache.is_packed
     if packed and q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, "bfloat16, with packed caches")
-    ratio = _check.visible_of(op, "compressed_cache", compressed_cache, indices, ratio)
+    ratio = _check.ratio(op, "compressed_cache", compressed_cache, indices, ratio)
     if compressed_cache is not None and compressed_cache.is_packed != packed:
         wanted = f"entries {'that are packed' if packed else f'of {q.dtype}'}, as in window_cache"
         raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
-    indices, topk_length = _check.selection(op, indices, topk_length, dims)
+    indices = _check.selection(op, indices, dims)
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
     if q_offset is not None:
         q_offset = jnp.broadcast_to(_check.offset(op, "q_offset", q_offset, dims), (b,))
@@ -132,21 +130,21 @@ def dsv4_decode(
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
     _check.batch_invariant(op, batch_invariant, implementation)
-    modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, products, q, batch_invariant)]
-    if products is not None and isinstance(s_q, int) and s_q < FEWEST_QUERIES:
+    modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, precision, q, batch_invariant)]
+    if precision is not None and isinstance(s_q, int) and s_q < FEWEST_QUERIES:
         wanted = f"None with fewer than {FEWEST_QUERIES} queries, whose time is that of reading keys"
-        raise _check.error(ValueError, op, "products", f"{products} with s_q={s_q}", wanted)
+        raise _check.error(ValueError, op, "precision", f"{precision} with s_q={s_q}", wanted)
 
     if indices is not None and indices.shape[2] == 0:
-        compressed_cache = indices = topk_length = None
+        compressed_cache = indices = None
     if implementation == "reference":
         return reference.dsv4_decode(
-            q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
-            ratio=ratio, window=window, q_offset=q_offset, is_causal=is_causal, scale=scale, products=products,
+            q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, ratio=ratio, window=window,
+            q_offset=q_offset, is_causal=is_causal, scale=scale, precision=precision,
         )  # fmt: skip
-    seen = seen_slots if products is None else of_chunk
+    seen = seen_slots if precision is None else of_chunk
     sources: Sequence[Source] = seen(
-        s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
+        s_q, window_cache, compressed_cache, lengths, indices, ratio, window, q_offset, is_causal
     )
     return attend(
         op, q, sources, sink=sink, scale=scale, implementation=implementation, modes=modes, differentiable=False,

@@ -9,7 +9,9 @@ from jax import lax
 
 from .. import _check
 from .._definitions.cache import Cache
+from .._definitions.indexer import begins_blocks
 from .._definitions.packed import quantize_rows
+from .._definitions.quantized import Quantized
 from .._definitions.span import Span
 from .._dispatch import two_levels
 from .._dispatch.autodiff import without_gradient
@@ -18,56 +20,49 @@ from .indexer_keys import E4M3, call, choices_of, fit, keys_of, shipped_for_both
 
 def lightning_indexer(
     q: jax.Array,
-    k: jax.Array | Cache,
+    k: jax.Array | Quantized | Cache,
     weights: jax.Array,
-    *,
     topk: int,
-    ratio: int | None = None,
-    q_offset: Any = 0,
-    lengths: jax.Array | None = None,
-    span: Span | None = None,
-    k_scale: jax.Array | None = None,
+    *,
+    span: Span,
     blocks: jax.Array | None = None,
     block: int = 8,
-    from_start: bool = False,
     return_scores: bool = False,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Chooses, for each query, the `topk` entries that score highest among those it may see.
 
-        I[t, s] = k_scale[s] · Σ_h weights[t, h] · ReLU(q[t, h] · k[s])    fp32 (DeepSeek-V3.2's report, §2.1)
+        I[t, s] = Σ_h weights[t, h] · ReLU(q[t, h] · k[s])    fp32 (DeepSeek-V3.2's report, §2.1)
 
-    Query i has position `t = q_offset + i`. It may see entry s if `s < (t + 1) // ratio`, `s < lengths`, and `span`
-    shows it. The choice is exact for the scores as the implementation computes them: the greatest win, the lower entry
-    wins a tie, NaN comes last. Indices are in ascending order, then -1, and the same on every run. `dsv4_attention` and
-    `sparse_fmha` take them as `indices`.
+    A query may see the entries that `span` shows it: the past ones, as `Span.compressed(s_q, ratio, offset)` has them,
+    where entry s stands for `ratio` tokens and the first query has position `offset`. The choice is exact for the
+    scores as the implementation computes them: the greatest win, the lower entry wins a tie, NaN comes last. Indices
+    are in ascending order, then -1, and the same on every run. `dsv4_attention` and `sparse_fmha` take them as
+    `indices`.
 
     The result has no gradient; `indexer_scores` has.
 
     In generation, k is a `Cache` that already holds the new entries, and the s_q new queries of a sequence of n tokens
-    begin at `q_offset = n - s_q`. A query at a position below 0 sees nothing. A chunk of a prompt may be given in the
+    begin at position `n - s_q`. A query at a position below 0 sees nothing. A chunk of a prompt may be given in the
     same way.
 
     Args:
       q: `[b, s_q, h, d]`, bfloat16 or float8_e4m3fn; float16, float32, and h other than 32 and 64, only on the
         reference.
-      k: `[b, s_c, d]` in q's dtype. With s_c = 0 every index is -1. Or a `Cache` in q's dtype, or in the layout
+      k: `[b, s_c, d]` in q's dtype. With s_c = 0 every index is -1. Where q is float8_e4m3fn, a `Quantized`, codes in
+        q's dtype with scales `[b, s_c]`, by which scores are multiplied. Or a `Cache` in q's dtype, or in the layout
         "index_fp8" where q is float8_e4m3fn, else also in "index_fp4"; s_c is then its capacity. It must not have run
         over, and an entry without a page counts as zeros. Hopper's kernels read "index_fp4" for 32 or 64 heads in
         bfloat16; else XLA unpacks it into an array.
       weights: float32 `[b, s_q, h]`, of any sign; they include the scales of a quantized q (see `quantize_indexer`).
       topk: an int >= 1; it may exceed s_c.
-      ratio: tokens of an entry, an int >= 1; None where `span` alone says what is visible.
-      q_offset: the position of the first query: an int, an int32 scalar or int32 `[b]`.
-      lengths: int32 `[b]`, the number of entries.
-      span: the entries that a query may see, for example those of its own segment in packed sequences.
-      k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
+      span: the entries that a query may see: `Span.compressed(s_q, ratio, offset)`, with `& Span.lengths(n)` if a
+        sequence has n entries; for packed documents `Span.compressed_segments(ids, ratio)`.
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice, then -1 for those that
         are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
         where they are known, and undefined where they are traced. Kernels compute scores of these entries alone. Of a
         `Cache` they read these keys where they are: for blocks of 8 in pages of whole blocks, with 32 heads,
         bfloat16 or float8_e4m3fn; else what XLA gathers into an array of all its keys.
-      from_start: as in `indexer_blocks`.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -81,10 +76,10 @@ def lightning_indexer(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import lightning_indexer
+      >>> from jax_dsv4_fmha import Span, lightning_indexer
       >>> q, k = jnp.ones((1, 8, 2, 128), jnp.bfloat16), jnp.ones((1, 2, 128), jnp.bfloat16)
       >>> weights = jnp.ones((1, 8, 2))
-      >>> indices = lightning_indexer(q, k, weights, topk=2, ratio=4)
+      >>> indices = lightning_indexer(q, k, weights, topk=2, span=Span.compressed(8, ratio=4))
       >>> indices[0, [2, 3, 7]].tolist()  # of the queries at positions 2, 3 and 7
       [[-1, -1], [0, -1], [0, 1]]
     """
@@ -92,31 +87,32 @@ def lightning_indexer(
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
     topk, block = _check.positive(op, "topk", topk), _check.positive(op, "block", block)
-    _check.flags(op, from_start=from_start, return_scores=return_scores)
+    _check.flags(op, return_scores=return_scores)
     _check.implementation(op, implementation)
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     if blocks is not None:
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         _ascending(op, blocks)
-    if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
-        visible(op, dims | {"s_c": 0}, ratio, q_offset, lengths, span)
+    if getattr(k.codes if isinstance(k, Quantized) else k, "shape", None) == (dims["b"], 0, dims["d"]):
+        visible(op, dims | {"s_c": 0}, span)
         indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
         return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
     chosen_by = {"heads": dims["h"], "dtype": q.dtype.name, **choices_of(k)}
+    from_start = isinstance(span, Span) and begins_blocks(span)
 
     def judged() -> bool:
         """Whether there is a kernel for the entries of blocks."""
-        return two_levels.has_kernel_within(block, bool(from_start), **chosen_by)
+        return two_levels.has_kernel_within(block, from_start, **chosen_by)
 
     if blocks is None:
         in_pages = not chosen_by["packing"] or (fit(k) and two_levels.for_all("indexer_scores", **chosen_by))
     else:
         in_pages = fit(k) and judged()
-    keys = keys_of(op, k, k_scale, q.dtype, dims, in_pages)
+    keys = keys_of(op, k, q.dtype, dims, in_pages)
     chosen_by = chosen_by if in_pages else chosen_by | choices_of(None)
-    start, stop = visible(op, dims, ratio, q_offset, lengths, span)
+    start, stop = visible(op, dims, span)
     if blocks is not None:
-        how = {"topk": topk, "block": block, "from_start": bool(from_start)}
+        how = {"topk": topk, "block": block, "from_start": from_start}
         kernel = "indexer_scores_within"
         if not judged():
             kernel, chosen_by = "indexer_scores_at", {"heads": dims["h"], "dtype": q.dtype.name}
@@ -147,32 +143,27 @@ def _ascending(op: str, blocks: jax.Array) -> None:
 
 def indexer_blocks(
     q: jax.Array,
-    k: jax.Array,
+    k: jax.Array | Quantized | Cache,
     weights: jax.Array,
-    *,
     count: int,
     block: int = 8,
-    from_start: bool = False,
-    ratio: int | None = None,
-    q_offset: Any = 0,
-    lengths: jax.Array | None = None,
-    span: Span | None = None,
-    k_scale: jax.Array | None = None,
+    *,
+    span: Span,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """The first of two levels of choice: blocks of entries that later indexers choose within (DeepSeek-V4.1).
 
-    Block i has the entries from `i block` to `i block + block - 1`. The score of a block is the greatest score, as in
+    Block i has the entries from `i block` to `i block + block - 1`. With a span of `Span.compressed_segments` entries
+    are counted from the first one that it shows a query: so in a row of packed documents each has the blocks that it
+    has alone, and `lightning_indexer` counts them in the same way. The score of a block is the greatest score, as in
     `lightning_indexer`, of those of its entries that a query may see. The newest block, with the last entry that a
     query may see, is always chosen. The lower block wins a tie. The result has no gradient.
 
     Args:
-      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`. XLA gathers a `Cache` in pages
-        into an array, unless kernels take it, as `blocks` there says.
+      q, k, weights, span: as in `lightning_indexer`. XLA gathers a `Cache` in pages into an array, unless kernels take
+        it, as `blocks` there says.
       count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
       block: an int >= 1; kernels take powers of two up to 32.
-      from_start: whether block 0 of a query begins with the first entry that `span` shows it, and not with entry 0: so
-        in a row of packed documents each has the blocks that it has alone.
       implementation: None: the kernels where there are some, else the reference; "cubin" or "reference" insist.
 
     Returns:
@@ -184,13 +175,14 @@ def indexer_blocks(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import indexer_blocks, lightning_indexer
+      >>> from jax_dsv4_fmha import Span, indexer_blocks, lightning_indexer
       >>> q, k = jnp.ones((1, 4, 2, 128), jnp.bfloat16), jnp.ones((1, 32, 128), jnp.bfloat16)
       >>> weights = jnp.ones((1, 4, 2))
-      >>> blocks = indexer_blocks(q, k, weights, count=2, ratio=1, q_offset=28)
+      >>> span = Span.compressed(4, ratio=1, offset=28)
+      >>> blocks = indexer_blocks(q, k, weights, count=2, span=span)
       >>> blocks[0, -1].tolist()  # of the last query: the newest block, and the lowest of the others
       [0, 3]
-      >>> indices = lightning_indexer(q, k, weights, topk=3, ratio=1, q_offset=28, blocks=blocks)
+      >>> indices = lightning_indexer(q, k, weights, topk=3, span=span, blocks=blocks)
       >>> indices.shape
       (1, 4, 3)
     """
@@ -199,14 +191,14 @@ def indexer_blocks(
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     count, block = _check.positive(op, "count", count), _check.positive(op, "block", block)
-    _check.flags(op, from_start=from_start)
     _check.implementation(op, implementation)
-    how = {"count": count, "block": block, "from_start": bool(from_start)}
+    from_start = isinstance(span, Span) and begins_blocks(span)
+    how = {"count": count, "block": block, "from_start": from_start}
     chosen_by = {"heads": dims["h"], "dtype": q.dtype.name, **choices_of(k)}
-    in_pages = fit(k) and two_levels.has_kernel(block, bool(from_start), **chosen_by)
-    keys = keys_of(op, k, k_scale, q.dtype, dims, in_pages)
+    in_pages = fit(k) and two_levels.has_kernel(block, from_start, **chosen_by)
+    keys = keys_of(op, k, q.dtype, dims, in_pages)
     chosen_by = chosen_by if in_pages else chosen_by | choices_of(None)
-    start, stop = visible(op, dims, ratio, q_offset, lengths, span)
+    start, stop = visible(op, dims, span)
     archs = shipped_for_both("indexer_scores", count - 1, dims, **chosen_by)
     archs = archs if block in two_levels.BLOCKS else ()
     got = ", ".join(filter(None, [f"blocks of {block}", keys.got]))
@@ -218,13 +210,13 @@ def indexer_blocks(
 
 def quantize_indexer(
     q: jax.Array, k: jax.Array | None, weights: jax.Array
-) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
-    """Quantizes operands of `lightning_indexer` to 8 bits: (q, k, weights, k_scale) with the same scores I.
+) -> tuple[jax.Array, Quantized | None, jax.Array]:
+    """Quantizes operands of `lightning_indexer` to 8 bits: (q, k, weights) with the same scores I.
 
     Each row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for
-    each query and head, are multiplied into weights; they are positive, so they pass through ReLU. The scales of k are
-    k_scale. Multiply the rows of q and k by a Hadamard matrix first, as DeepSeek-V4 does: it spreads outliers over all
-    of d. Codes and scales have no gradient, as the choice has none.
+    each query and head, are multiplied into weights; they are positive, so they pass through ReLU. Multiply the rows of
+    q and k by a Hadamard matrix first, as DeepSeek-V4 does: it spreads outliers over all of d. Codes and scales have no
+    gradient, as the choice has none.
 
     Args:
       q: `[b, s_q, h, d]`, bfloat16, float16 or float32.
@@ -233,7 +225,8 @@ def quantize_indexer(
       weights: float32 `[b, s_q, h]`.
 
     Returns:
-      q and k as float8_e4m3fn, weights float32 `[b, s_q, h]`, k_scale float32 `[b, s_c]`; k and k_scale None without k.
+      q in float8_e4m3fn; a `Quantized` of k, codes `[b, s_c, d]` and scales `[b, s_c]`, or None without k; weights
+      float32 `[b, s_q, h]`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -243,16 +236,16 @@ def quantize_indexer(
       >>> from jax_dsv4_fmha import quantize_indexer
       >>> q, k = jnp.ones((1, 8, 2, 128), jnp.bfloat16), jnp.ones((1, 2, 128), jnp.bfloat16)
       >>> weights = jnp.ones((1, 8, 2))
-      >>> q, k, weights, k_scale = quantize_indexer(q, k, weights)
-      >>> q.dtype, k_scale.shape
+      >>> q, k, weights = quantize_indexer(q, k, weights)
+      >>> q.dtype, k.scales.shape
       (dtype(float8_e4m3fn), (1, 2))
     """
     op = "quantize_indexer"
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h d", dims, _check.FLOAT)
-    k_scale = None
+    keys = None
     if k is not None:
-        k, k_scale = quantize_rows(_check.operand(op, "k", k, "b s_c d", dims, _check.FLOAT))
+        keys = Quantized(*quantize_rows(_check.operand(op, "k", k, "b s_c d", dims, _check.FLOAT)))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     q, q_scale = quantize_rows(q)
-    return q, k, weights * q_scale, k_scale
+    return q, keys, weights * q_scale

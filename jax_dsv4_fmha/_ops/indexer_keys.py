@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions import indexer as definition
 from .._definitions.cache import Cache
-from .._definitions.span import Span, shown_by_all
+from .._definitions.quantized import Quantized
+from .._definitions.span import Span
 from .._dispatch import two_levels
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -49,29 +50,28 @@ def choices_of(k: Any) -> dict[str, Any]:
     return {"paged": True, "packing": two_levels.packing_of(k.layout) if k.is_packed else ""}
 
 
-def keys_of(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], in_pages: bool) -> Keys:
+def keys_of(op: str, k: Any, dtype: Any, dims: dict[str, Any], in_pages: bool) -> Keys:
     """in_pages: whether a `Cache` is read where it is; else XLA gathers it."""
     got = ""
     if isinstance(k, Cache):
-        _check_cached(op, k, k_scale, dtype, dims)
+        _check_cached(op, k, dtype, dims)
         if in_pages:
             return _cached_keys(k, dims)
-        k, k_scale = k.index_keys() if dtype == E4M3 else (k.take().astype(dtype), None)
+        k = Quantized(*k.index_keys()) if dtype == E4M3 else k.take().astype(dtype)
         got = "keys of a Cache as XLA gathers them"
-    k = _check.operand(op, "k", k, "b s_c d", dims, (dtype,))
     if dtype == E4M3:
-        k_scale = _check.operand(op, "k_scale", k_scale, "b s_c", dims, _check.FP32)
-    elif k_scale is not None:
-        raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
+        if not isinstance(k, Quantized):
+            raise _check.error(TypeError, op, "k", k, f"a Quantized or a Cache, as q is {dtype}")
+        codes = _check.operand(op, "k.codes", k.codes, "b s_c d", dims, (dtype,))
+        scales = _check.operand(op, "k.scales", k.scales, "b s_c", dims, _check.FP32)
     else:
-        k_scale = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
-    return Keys(_OF_ARRAYS, (k, k_scale), got)
+        codes = _check.operand(op, "k", k, "b s_c d", dims, (dtype,))
+        scales = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
+    return Keys(_OF_ARRAYS, (codes, scales), got)
 
 
-def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> None:
+def _check_cached(op: str, cache: Cache, dtype: Any, dims: dict[str, Any]) -> None:
     """Raises unless a cache holds keys for queries of this dtype."""
-    if k_scale is not None:
-        raise _check.error(ValueError, op, "k_scale", k_scale, "None with a Cache, which has its own")
     layout = cache.layout if cache.is_packed else None
     if layout not in ((_INDEX_FP8,) if dtype == E4M3 else (None, _INDEX_FP4)):
         got = layout or cache.entries.dtype
@@ -105,22 +105,11 @@ def page_unit(several: bool, packed: bool) -> int:
     return (32 if packed else 8) if several else (4 if packed else 1)
 
 
-def visible(
-    op: str, dims: dict[str, Any], ratio: Any, q_offset: Any, lengths: Any, span: Any
-) -> tuple[jax.Array, jax.Array]:
+def visible(op: str, dims: dict[str, Any], span: Any) -> tuple[jax.Array, jax.Array]:
     """start and stop, int32 `[b, s_q]`, of the entries that queries see."""
-    b, s_q, s_c = dims["b"], dims["s_q"], dims["s_c"]
-    if ratio is None and span is None:
-        raise _check.error(ValueError, op, "ratio", ratio, "an int >= 1, or a span")
-    if span is not None and not isinstance(span, Span):
+    if not isinstance(span, Span):
         raise _check.error(TypeError, op, "span", span, "a Span")
-    rules = [] if span is None else [span]
-    offset = _check.offset(op, "q_offset", q_offset, dims)
-    if ratio is not None:
-        rules.append(Span.compressed(s_q, _check.positive(op, "ratio", ratio), offset))
-    if lengths is not None:
-        rules.append(Span.lengths(_check.operand(op, "lengths", lengths, "b", dims, _check.INT)))
-    return shown_by_all(op, rules, b, s_q, s_c)
+    return span.bounds(dims["b"], dims["s_q"], dims["s_c"], op)
 
 
 # The ops
@@ -212,7 +201,7 @@ def _choosing(
 
 
 _OF_ARRAYS = _choosing(
-    (TRAINED[1], Axes("k_scale", "b s_c")),
+    (TRAINED[1], Axes("k.scales", "b s_c")),
     definition.select,
     raw.lightning_indexer,
     (definition.greatest_blocks, two_levels.greatest_blocks),

@@ -65,19 +65,15 @@ def indexer_loss(
     attention_q: jax.Array,
     kv: jax.Array,
     lse: jax.Array,
-    *,
     indices: jax.Array | None = None,
-    ratio: int | None = None,
-    q_offset: Any = 0,
-    lengths: jax.Array | None = None,
+    *,
     span: Span | None = None,
     sink: jax.Array | None = None,
-    scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """The loss that trains the indexer: KL(teacher ‖ student) for every query (DeepSeek-V3.2's report, §2.1).
 
-    The teacher is attention itself: Σ_h exp(scale · attention_q · kv - logaddexp(lse, sink)) at each entry, normalised
+    The teacher is attention itself: Σ_h exp(d_a^-½ · attention_q · kv - logaddexp(lse, sink)) at each entry, normalised
     to sum to 1 over the entries. lse may count more than these entries, such as a window. The student is the softmax of
     the indexer's scores over the same entries. These are the entries that `indices` names, each once, or without
     `indices`, as in the warm-up, all visible entries. Only q, k and weights get gradients.
@@ -88,8 +84,8 @@ def indexer_loss(
       kv: `[b, s_c, d_a]` in the dtype of attention_q: the entries that attention reads.
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` returns it.
       indices: int32 `[b, s_q, topk]`, as `lightning_indexer` returns them.
-      ratio, q_offset, lengths, span: what is visible, as in `lightning_indexer`; only without `indices`.
-      sink, scale: as in `dsv4_attention`.
+      span: what is visible, as in `lightning_indexer`; only without `indices`.
+      sink: as in `dsv4_attention`, whose scale is the usual one.
 
     Returns:
       float32 `[b, s_q]`; 0 for a query that has no entry, or whose heads attend to none of them.
@@ -100,11 +96,11 @@ def indexer_loss(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import dsv4_attention, indexer_loss
+      >>> from jax_dsv4_fmha import Span, dsv4_attention, indexer_loss
       >>> q, k, weights = jnp.ones((1, 8, 2, 128)), jnp.ones((1, 2, 128)), jnp.ones((1, 8, 2))
       >>> attention_q, kv, window_kv = jnp.ones((1, 8, 4, 64)), jnp.ones((1, 2, 64)), jnp.ones((1, 8, 64))
       >>> o, lse = dsv4_attention(attention_q, window_kv, kv, ratio=4)
-      >>> indexer_loss(q, k, weights, attention_q, kv, lse, ratio=4).shape
+      >>> indexer_loss(q, k, weights, attention_q, kv, lse, span=Span.compressed(8, ratio=4)).shape
       (1, 8)
     """
     op = "indexer_loss"
@@ -114,21 +110,18 @@ def indexer_loss(
     kv = _check.operand(op, "kv", kv, "b s_c d_a", dims, (attention_q.dtype,))
     lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32, "attention_q")
     sink = _check.sink(op, sink, dims, "attention_q")
-    scale = _check.scale(op, scale, dims["d_a"])
+    scale = _check.scale(op, None, dims["d_a"])
     _check.implementation(op, implementation)
     if indices is None:
         if implementation == "cubin":
             got, kernels = "'cubin' without indices", ("head_summed_probabilities", "indexer_scores_at")
             raise not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
-        start, stop = visible(op, dims, ratio, q_offset, lengths, span)
+        start, stop = visible(op, dims, span)
         loss, gradient = (Call(op, KernelUse.NEVER, (("scale", scale),)) for op in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
         return Differentiable(loss, gradient)(q, k, weights, attention_q, kv, lse, start, stop)[0]
-    for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
-        if x is not None:
-            raise _check.error(ValueError, op, name, x, "None with indices")
-    if not (isinstance(q_offset, int) and q_offset == 0):
-        raise _check.error(ValueError, op, "q_offset", q_offset, "0 with indices, which say what is visible")
+    if span is not None:
+        raise _check.error(ValueError, op, "span", span, "None with indices, which say what is visible")
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
     target = head_summed_probabilities(
         attention_q, kv, lse, indices, sink=sink, scale=scale, implementation=implementation

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from .. import _check
@@ -23,7 +22,6 @@ def head_summed_probabilities(
     lse: jax.Array,
     indices: jax.Array,
     *,
-    topk_length: jax.Array | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
@@ -41,7 +39,6 @@ def head_summed_probabilities(
       kv: `[b, s_c, d]` in q's dtype: the entries that attention reads.
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` and `sparse_fmha` return it. A head with ±inf adds nothing.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_c is absent.
-      topk_length: int32 `[b, s_q]`; entries from there on are absent too.
       sink, scale, implementation: as in `dsv4_attention`.
 
     Returns:
@@ -65,9 +62,6 @@ def head_summed_probabilities(
     kv = _check.operand(op, "kv", kv, "b s_c d", dims, (q.dtype,))
     lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32)
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    if topk_length is not None:
-        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
-        indices = jnp.where(jnp.arange(dims["topk"], dtype=jnp.int32) < topk_length[..., None], indices, -1)
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)

@@ -16,7 +16,6 @@ def sparse_fmha(
     kv: jax.Array,
     indices: jax.Array,
     *,
-    topk_length: jax.Array | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
@@ -32,7 +31,6 @@ def sparse_fmha(
       q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference.
       kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
-      topk_length: int32 `[b, s_q]`; entries from there on are absent too.
       sink, scale, implementation, deterministic, batch_invariant: as in `fmha`.
 
     Returns:
@@ -57,19 +55,16 @@ def sparse_fmha(
     is_pool = getattr(kv, "ndim", None) == 2
     kv = _check.operand(op, "kv", kv, "s_kv d" if is_pool else "b s_kv d", dims, (q.dtype,))
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    if topk_length is not None:
-        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
     _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     if implementation == "reference":
-        return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
-    if topk_length is None:
-        topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
+        return reference.sparse_fmha(q, kv, indices, sink=sink, scale=scale)
+    length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
     kv = kv[None] if is_pool else kv
-    source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
+    source = SelectionSource(kv, indices, length, ("kv", "indices", "length"))
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
         modes=canonical_order.wanted(batch_invariant),

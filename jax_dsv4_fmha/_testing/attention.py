@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
-from .._check import Implementation, Method
+from .._check import Implementation
 from .._definitions.cache import Cache
 from .._definitions.e4m3 import BF16_ROPE
 from .._definitions.e4m3 import E4M3 as E4M3_PRODUCTS
@@ -58,7 +58,7 @@ class AttentionCase(Case):
     # "nan": keys that nobody can see hold NaN: in fmha beyond every row's stop, in sparse ops where no row points
     # "large": logits of some hundreds
     # "absent": indices that name no key, of every kind, and rows with nothing else
-    # "lengths": topk_length, window_lengths; dsv4_decode: idle sequences
+    # "lengths": rows with fewer indices, sequences with fewer keys of the window; dsv4_decode: idle sequences
     # "ragged": dsv4_decode: sequences with different numbers of new tokens
     # "drafts": dsv4_decode: new tokens see each other
     # "fp8", "v4_fp4", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
@@ -99,8 +99,8 @@ class AttentionCase(Case):
             q = (q.astype(np.float32) * _LARGE).astype(q.dtype)
         args, others = self._others(rng)
         chosen = BF16_ROPE if "bf16_rope" in self.features else E4M3_PRODUCTS
-        products = {"products": chosen} if self.by_e4m3 else {}
-        return (q, *args), kwargs | others | products
+        precision = {"precision": chosen} if self.by_e4m3 else {}
+        return (q, *args), kwargs | others | precision
 
     @abstractmethod
     def _others(self, rng: np.random.Generator) -> Operands:
@@ -119,14 +119,13 @@ class AttentionCase(Case):
         o, lse = getattr(float64, self.op)(*args, **kwargs)
         return o, lse
 
-    def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
+    def judge(self, implementation: Implementation) -> Judgement:
         if implementation == "reference":
             tolerances = FP32_LARGE if "large" in self.features else FP32
             verdicts = compare(run_reference(self), run_float64(self), tolerances)
             changed = 0
         else:
-            choices = {} if method is None else {"method": method}
-            got, again = run_into(self, (0.0, np.nan), implementation=implementation, **choices)
+            got, again = run_into(self, (0.0, np.nan), implementation=implementation)
             changed = sum(differing(a, b) for a, b in zip(got, again, strict=True))
             del again
             verdicts = compare(got, run_reference(self), E4M3 if self.by_e4m3 else KERNEL)
@@ -226,13 +225,19 @@ class LatentCase(AttentionCase):
         indices = rng.choice(some, (self.b, self.s_q, self.topk)).astype(np.int32)
         if "absent" in self.features:
             indices = _with_absent(rng, indices, s_kv)
-        found = {"indices": indices}
         if "lengths" in self.features:
-            found["topk_length"] = rng.integers(0, self.topk + 2, (self.b, self.s_q), np.int32)
+            indices = _with_fewer(rng, indices)
         if "nan" in self.features:
             for n in range(self.b):
                 poison(kv[n : n + 1], ~np.isin(np.arange(s_kv), some)[None])
-        return found
+        return {"indices": indices}
+
+
+def _with_fewer(rng: np.random.Generator, indices: Any) -> Any:
+    """These indices, of which a row has any number, and then -1."""
+    topk = indices.shape[2]
+    length = rng.integers(0, topk + 2, indices.shape[:2], np.int32)
+    return np.where(np.arange(topk) < length[..., None], indices, -1)
 
 
 def _with_absent(rng: np.random.Generator, indices: Any, s_kv: int) -> Any:
@@ -273,33 +278,49 @@ class LayerCase(LatentCase):
     decode: bool = False  # queries at the end of a context, at other offsets in each batch entry
 
     @property
-    def methods(self) -> tuple[Method | None, ...]:
-        return ("fused",) if self.by_e4m3 else ("two_pass", "fused")
-
-    @property
     def keys(self) -> int:
         return self.topk or self.s_kv
 
+    @property
+    def ends(self) -> Any:
+        """One past the last query's position, of each batch entry."""
+        if not self.decode:
+            return np.full(self.b, self.s_q, np.int32)
+        return (max(self.s_c * self.ratio, self.s_kv) - 3 * np.arange(self.b)).astype(np.int32)
+
+    @property
+    def lengths(self) -> Any:
+        """How many keys of the window each batch entry has, where they differ."""
+        return np.linspace(self.s_kv, 0, self.b, dtype=np.int32) if "lengths" in self.features else None
+
+    def _window(self) -> int | Span:
+        if not self.decode and self.lengths is None:
+            return self.window
+        span = Span.sliding_window(self.s_q, self.window, self.ends - self.s_q if self.decode else 0)
+        span = span.keys_from(self.ends - self.s_kv) if self.decode else span
+        return span if self.lengths is None else span & Span.lengths(self.lengths)
+
     def _others(self, rng: np.random.Generator) -> Operands:
         window_kv = normal(rng, (self.b, self.s_kv, self.d), KV_STD, self.dtype)
-        kwargs: dict[str, Any] = {"window": self.window}
-        last = np.full(self.b, self.s_q, np.int32)  # one past the last query's position
-        if self.decode:
-            last = (max(self.s_c * self.ratio, self.s_kv) - 3 * np.arange(self.b)).astype(np.int32)
-            kwargs["q_offset"], kwargs["kv_offset"] = last - self.s_q, last - self.s_kv
-        if "lengths" in self.features:
-            kwargs["window_lengths"] = np.linspace(self.s_kv, 0, self.b, dtype=np.int32)
-            if "nan" in self.features:
-                poison(window_kv, np.arange(self.s_kv) >= kwargs["window_lengths"][:, None])
+        kwargs: dict[str, Any] = {"window": self._window()}
+        if "nan" in self.features and self.lengths is not None:
+            poison(window_kv, np.arange(self.s_kv) >= self.lengths[:, None])
         if not self.s_c:
             return (window_kv,), kwargs
         compressed_kv = normal(rng, (self.b, self.s_c, self.d), KV_STD, self.dtype)
-        kwargs["ratio"] = self.ratio
+        kwargs |= {"ratio": self.ratio} | ({"q_offset": self.ends - self.s_q} if self.decode else {})
         if self.topk:
             kwargs |= self._indices(rng, compressed_kv)
         elif "nan" in self.features:
-            poison(compressed_kv, np.arange(self.s_c) >= (last // self.ratio)[:, None])
+            poison(compressed_kv, np.arange(self.s_c) >= (self.ends // self.ratio)[:, None])
         return (window_kv, compressed_kv), kwargs
+
+    def run_float64(self) -> tuple[Any, Any]:
+        """By positions, and not by Spans."""
+        args, kwargs = self.operands()
+        kwargs |= {"window": self.window, "lengths": self.lengths}
+        kwargs |= {"q_offset": self.ends - self.s_q, "first_key": self.ends - self.s_kv} if self.decode else {}
+        return float64.dsv4_attention(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +368,7 @@ class DecodeCase(LatentCase):
         past = np.where((position >= 0) & (position < lengths[:, None]), (position + 1) // self.ratio, 0)
         if self.topk:
             kwargs |= self._selection(rng, past, entries)
-            seen = _named(kwargs["indices"], kwargs.get("topk_length"), entries)
+            seen = _named(kwargs["indices"], entries)
         else:
             seen = [np.arange(n) for n in past.max(1)]
         return (window_cache, self._cache(rng, self.page, layout, entries, seen)), kwargs
@@ -358,9 +379,7 @@ class DecodeCase(LatentCase):
         indices[past == 0] = -1
         if "absent" in self.features:
             indices = _with_absent(rng, indices, _capacity(self.page, entries))
-        if "lengths" not in self.features:
-            return {"indices": indices}
-        return {"indices": indices, "topk_length": rng.integers(0, self.topk + 2, past.shape, np.int32)}
+        return {"indices": _with_fewer(rng, indices) if "lengths" in self.features else indices}
 
     def _cache(
         self, rng: np.random.Generator, in_page: int, layout: str | None, entries: int, seen: Sequence[Any]
@@ -391,11 +410,9 @@ def _capacity(page: int, entries: int) -> int:
     return -(-entries // page) * page if page else entries
 
 
-def _named(indices: Any, topk_length: Any, entries: int) -> list[Any]:
+def _named(indices: Any, entries: int) -> list[Any]:
     """The entries that some query of a sequence selects."""
     named = (indices >= 0) & (indices < entries)
-    if topk_length is not None:
-        named &= np.arange(indices.shape[-1]) < topk_length[..., None]
     return [row[there] for row, there in zip(indices, named, strict=True)]
 
 
@@ -415,7 +432,7 @@ def run(case: AttentionCase, implementation: Implementation | None = None) -> tu
 
 
 def run_into(case: AttentionCase, fills: Sequence[float], **choices: Any) -> list[tuple[Any, Any]]:
-    """(o, lse) of the op with its `choices` (implementation, method), once for each of `fills`.
+    """(o, lse) of the op with its `choices`, once for each of `fills`.
 
     The results go into buffers that hold the fill, where the platform can donate them, so an element that is never
     written shows. Operands and compiled op are the same every time.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from .._check import Implementation, Method
+from .._check import Implementation
 
 _USUAL: dict[str, Any] = {
     "b": 1, "s_q": 64, "s_kv": 64, "h_q": 1, "h_kv": 1, "d": 64, "dtype": "bfloat16", "shared_kv": False,
@@ -44,11 +44,6 @@ class Case(ABC):
         return "-".join([self.op, *unusual])
 
     @property
-    def methods(self) -> tuple[Method | None, ...]:
-        """The kernels' ways to compute it"""
-        return (None,)
-
-    @property
     def has_kernel(self) -> bool:
         """Whether every pass of the op can run on a kernel, so that a test may insist on it."""
         return True
@@ -72,7 +67,7 @@ class Case(ABC):
         return np.random.default_rng(zlib.crc32(self.name.encode()))
 
     @abstractmethod
-    def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
+    def judge(self, implementation: Implementation) -> Judgement:
         """The kernels beside the reference in float32, or the reference beside NumPy in float64."""
 
 

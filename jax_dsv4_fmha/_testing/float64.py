@@ -35,12 +35,11 @@ def sparse_fmha(
     q: Array,
     kv: Array,
     indices: Array,
-    topk_length: Array | None = None,
     sink: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
     kv = kv[:, :, None]
-    return _rows(q, lambda n, i, h: _take(kv, kv, n, _named(kv, indices, topk_length, n, i), 0), sink, scale)
+    return _rows(q, lambda n, i, h: _take(kv, kv, n, _named(kv, indices, n, i), 0), sink, scale)
 
 
 def dsv4_attention(
@@ -50,28 +49,27 @@ def dsv4_attention(
     *,
     sink: Array | None = None,
     indices: Array | None = None,
-    topk_length: Array | None = None,
     ratio: int | None = None,
     window: int = 128,
     q_offset: Any = 0,
-    kv_offset: Any = 0,
-    window_lengths: Array | None = None,
+    first_key: Any = 0,
+    lengths: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
     b, s_w = window_kv.shape[:2]
-    q_offset, kv_offset = np.broadcast_to(q_offset, b), np.broadcast_to(kv_offset, b)
+    q_offset, first_key = np.broadcast_to(q_offset, b), np.broadcast_to(first_key, b)
     window_kv = window_kv[:, :, None]
     compressed_kv = None if compressed_kv is None else compressed_kv[:, :, None]
 
     def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
         p = int(q_offset[n]) + i
-        s = s_w if window_lengths is None else min(s_w, int(window_lengths[n]))
-        seen = [j for j in range(s) if max(p - window, -1) < kv_offset[n] + j <= p]
+        s = s_w if lengths is None else min(s_w, int(lengths[n]))
+        seen = [j for j in range(s) if max(p - window, -1) < first_key[n] + j <= p]
         near = _take(window_kv, window_kv, n, seen, 0)[0]
         if compressed_kv is None:
             return near, near
         if indices is not None:
-            far_seen = _named(compressed_kv, indices, topk_length, n, i)
+            far_seen = _named(compressed_kv, indices, n, i)
             if ratio is not None:
                 far_seen = [w for w in far_seen if w < (p + 1) // ratio]
         else:
@@ -91,7 +89,6 @@ def dsv4_decode(
     lengths: Array,
     sink: Array | None = None,
     indices: Array | None = None,
-    topk_length: Array | None = None,
     ratio: int | None = None,
     window: int = 128,
     q_offset: Array | None = None,
@@ -115,7 +112,7 @@ def dsv4_decode(
         seen = [_entry(window_cache, n, at, ring=True) for at in near if at >= 0]
         if compressed_cache is not None:
             if indices is not None:
-                far = indices[n, i] if topk_length is None else indices[n, i, : max(0, topk_length[n, i])]
+                far = indices[n, i]
                 if ratio is not None:
                     far = [w for w in far if w < (p + 1) // ratio]
             else:
@@ -172,8 +169,8 @@ def _ue8m0(scales: Array) -> Array:
     return np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
 
 
-def _named(kv: Array, indices: Array, topk_length: Array | None, n: int, i: int) -> list[int]:
-    row = indices[n, i] if topk_length is None else indices[n, i, : max(0, topk_length[n, i])]
+def _named(kv: Array, indices: Array, n: int, i: int) -> list[int]:
+    row = indices[n, i]
     return [j for j in row if 0 <= j < kv.shape[1]]
 
 

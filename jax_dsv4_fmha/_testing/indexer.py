@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import Implementation, Method
+from .._check import Implementation
 from .._definitions import indexer as definition
 from .._definitions.cache import Cache
 from .._definitions.packed import quantize_cache
+from .._definitions.quantized import Quantized
+from .._definitions.span import Span
 from .._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
 from .._ops.indexer_keys import E4M3
 from .._ops.indexer_training import indexer_scores
@@ -57,7 +59,7 @@ class IndexerCase(Case):
     def _with_others(self, rng: np.random.Generator, q: Any, k: Any, weights: Any) -> dict[str, Any]:
         """The operands, from those in float32."""
 
-    def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
+    def judge(self, implementation: Implementation) -> Judgement:
         return judgement(self.complaints(implementation), "what is chosen, scores or gradients within limits")
 
     @abstractmethod
@@ -76,10 +78,8 @@ class ChoiceCase(IndexerCase):
 
     def _with_others(self, rng: np.random.Generator, q: Any, k: Any, weights: Any) -> dict[str, Any]:
         if jnp.dtype(self.dtype) == E4M3:
-            return dict(zip(("q", "k", "weights", "k_scale"), quantize_indexer(q, k, weights), strict=True)) | {
-                "raw": k
-            }
-        return {"q": q.astype(self.dtype), "k": k.astype(self.dtype), "weights": weights, "k_scale": None}
+            return dict(zip(("q", "k", "weights"), quantize_indexer(q, k, weights), strict=True)) | {"raw": k}
+        return {"q": q.astype(self.dtype), "k": k.astype(self.dtype), "weights": weights}
 
     def position(self) -> Numbers:
         """The position of each batch entry's first query: the first sees few entries, the second nearly all."""
@@ -91,23 +91,24 @@ class ChoiceCase(IndexerCase):
         stop = (self.position()[:, None] + np.arange(self.s_q) + 1) // (self.ratio or 1)
         return np.arange(self.s_c) < stop[..., None]
 
-    def keys(self, x: dict[str, Any]) -> tuple[Any, Any]:
-        """The keys, and their scales if they are not in pages."""
+    def span(self) -> Span:
+        """What `visible` says."""
+        return Span.compressed(self.s_q, self.ratio or 1, jnp.asarray(self.position(), jnp.int32))
+
+    def keys(self, x: dict[str, Any]) -> Any:
         if not self.page:
-            return x["k"], x["k_scale"]
+            return x["k"]
         pages = jnp.asarray(np.random.default_rng(1).permutation(self.b * self.s_c // self.page), jnp.int32)
         packed = jnp.dtype(self.dtype) == E4M3
         entries = (x["raw"] if packed else x["k"]).reshape(-1, self.page, _D)
         entries = quantize_cache(entries, "index_fp8") if packed else entries
         where = jnp.zeros_like(entries).at[pages].set(entries)
-        return Cache(where, pages.reshape(self.b, -1), "index_fp8"), None
+        return Cache(where, pages.reshape(self.b, -1), "index_fp8")
 
     def choose(self, x: dict[str, Any], implementation: Implementation) -> tuple[Numbers, Numbers]:
         """The entries and their scores."""
-        keys, k_scale = self.keys(x)
         indices, scores = lightning_indexer(
-            x["q"], keys, x["weights"], topk=self.topk, ratio=self.ratio or 1,
-            q_offset=jnp.asarray(self.position(), jnp.int32), k_scale=k_scale, blocks=x.get("blocks"), block=_BLOCK,
+            x["q"], self.keys(x), x["weights"], topk=self.topk, span=self.span(), blocks=x.get("blocks"), block=_BLOCK,
             return_scores=True, implementation=implementation,
         )  # fmt: skip
         return np.asarray(indices), np.asarray(scores)
@@ -145,10 +146,9 @@ class BlocksCase(ChoiceCase):
     op = "indexer_blocks"
 
     def choose_blocks(self, x: dict[str, Any], implementation: Implementation) -> Numbers:
-        keys, k_scale = self.keys(x)
         blocks = indexer_blocks(
-            x["q"], keys, x["weights"], count=_BLOCKS, block=_BLOCK, ratio=self.ratio or 1, k_scale=k_scale,
-            q_offset=jnp.asarray(self.position(), jnp.int32), implementation=implementation,
+            x["q"], self.keys(x), x["weights"], count=_BLOCKS, block=_BLOCK, span=self.span(),
+            implementation=implementation,
         )  # fmt: skip
         return np.asarray(blocks)
 
@@ -210,8 +210,13 @@ class ScoresCase(IndexerCase):
 
 
 def _all_scores(x: dict[str, Any]) -> Numbers:
-    scores = definition.scores(x["q"], x["k"], x["weights"])
-    return np.asarray(scores if x["k_scale"] is None else scores * x["k_scale"][:, None])
+    k, scales = _codes_and_scales(x["k"])
+    return np.asarray(definition.scores(x["q"], k, x["weights"]) * scales)
+
+
+def _codes_and_scales(k: Any) -> tuple[Any, Any]:
+    """Keys without scales, and what scores are multiplied by."""
+    return (k.codes, k.scales[:, None]) if isinstance(k, Quantized) else (k, 1)
 
 
 def _distance(got: Any, wanted: Any) -> float:
@@ -224,11 +229,12 @@ def _distance(got: Any, wanted: Any) -> float:
 
 def scores_float64(x: dict[str, Any]) -> Numbers:
     """I `[b, s_q, s_c]`."""
-    q, k, weights = (np.asarray(x[name], np.float64) for name in ("q", "k", "weights"))
+    k, scales = (np.asarray(part, np.float64) for part in _codes_and_scales(x["k"]))
+    q, weights = (np.asarray(x[name], np.float64) for name in ("q", "weights"))
     scores = np.zeros((*q.shape[:2], k.shape[1]))
     for n, i in np.ndindex(*q.shape[:2]):
         scores[n, i] = np.maximum(k[n] @ q[n, i].T, 0) @ weights[n, i]
-    return scores if x.get("k_scale") is None else scores * np.asarray(x["k_scale"], np.float64)[:, None]
+    return scores * scales
 
 
 def scored_float64(x: dict[str, Any]) -> dict[str, Numbers]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import Cache
-from .._check import Implementation, Method
+from .._check import Implementation
 from .._dispatch.support import not_built
 from .._host import library
 from ..layers.insert import Entries, Rows, State, insert
@@ -78,7 +78,7 @@ class InsertCase(Case):
     def _limit(self, dtype: str) -> float:
         return _PACKED.get(self.layout, 0.07) if self.layout else _LIMITS[dtype]
 
-    def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
+    def judge(self, implementation: Implementation) -> Judgement:
         return judgement(self.complaints(implementation), "new entries within limits, all else as it was")
 
     def complaints(self, implementation: Implementation) -> list[str]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._check import Implementation, Method
+from .._check import Implementation
 from .._dispatch.support import not_built
 from .._host import library
 from ..layers.rope import Rope, inverse_rope, rope, rope_hadamard, rope_of_normed
@@ -43,7 +43,7 @@ class RopeCase(Case):
     def results_float64(self, position: Numbers, x: Numbers, dy: Numbers) -> dict[str, Numbers]:
         return {"rope": _rotated(x, position, 1), "inverse rope": _rotated(dy, position, -1)}
 
-    def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
+    def judge(self, implementation: Implementation) -> Judgement:
         return judgement(self.complaints(implementation), "rotated numbers and gradients within limits")
 
     def complaints(self, implementation: Implementation) -> list[str]:

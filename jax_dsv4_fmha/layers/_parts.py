@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import Span, dsv4_attention
+from .. import QueryRope, Span, dsv4_attention
 from .._definitions.span import positions_of
 from .._dispatch.sequences import whole_sequences
+from .._ops.dsv4 import in_groups
 from . import _entries, _few_rows
 from ._few_rows import LowRank
 from ._norm import rms_norm
@@ -69,7 +70,7 @@ class Part:
         """The operands that tell an op which entries are seen; own: the entries of a token's document."""
         if not self.layer.ratio:
             return {}
-        past = {"ratio": self.layer.ratio} if own is None else {"compressed_span": own}
+        past: dict[str, Any] = {"ratio": self.layer.ratio if own is None else own}
         return past | ({"indices": shared.indices if given is None else given} if self.layer.sparse else {})
 
 
@@ -94,10 +95,9 @@ class _Long(Part):
         weights = product(x, its["weights_proj"])
         return index_query(self.indexer, its, made.c.query, weights, self.positions, self.layer.rope, keys)
 
-    def _rope_operands(self) -> dict[str, Any]:
-        """The operands by which attention norms and turns q, and turns o back."""
-        table = self.layer.rope.table(self.positions)
-        return {"rope_table": table, "norm_eps": self.layer.eps if self.layer.norm_heads else None}
+    def _rope(self) -> QueryRope:
+        """That by which attention norms and turns q, and turns o back."""
+        return QueryRope(self.layer.rope.table(self.positions), self.layer.eps if self.layer.norm_heads else None)
 
     def projected_back(self, o: jax.Array) -> jax.Array:
         return _few_rows.projected_back(o, self.params["wo_a"], self.params["wo_b"], None, False)
@@ -111,7 +111,7 @@ class Prompt(_Long):
     ids: jax.Array | None
     """int32 `[b, s]`, in the tokens' own order, whole on every device"""
     near: Span | None
-    """which tokens each one sees, where its position does not say it"""
+    """which tokens each one sees of its window, where its position does not say it"""
     own: Span | None
     """which entries each token may see, where its position does not say it"""
 
@@ -123,6 +123,7 @@ class Prompt(_Long):
         if ids is not None:
             ids = order.undone(whole_sequences(ids))
             positions, near = (jax.tree.map(order.of, _everywhere(f(ids))) for f in (positions_of, Span.segments))
+            near = near & Span.sliding_window(s, layer.window) if order.is_natural else near
             if has_entries:
                 own = jax.tree.map(order.of, _everywhere(Span.compressed_segments(ids, layer.ratio)))
         elif has_entries and not order.is_natural:
@@ -141,39 +142,30 @@ class Prompt(_Long):
         return bool(self.layer.ratio) and shared.compressed.shape[1] > 0
 
     def chosen(self, query: IndexQuery, shared: Shared, indices: jax.Array | None) -> Shared:
-        past: dict[str, Any] = {"ratio": self.layer.ratio}
-        if self.own is not None:
-            past = {"span": self.own, "from_start": self.ids is not None}
+        past = Span.compressed(query[0].shape[1], self.layer.ratio) if self.own is None else self.own
         return chosen(self.indexer, query, shared, past, indices, order=self.order)
 
     def attention(self, q: jax.Array, keys: Any, shared: Shared, indices: Any) -> tuple[jax.Array, jax.Array]:
         layer, order, has_entries = self.layer, self.order, self.has_entries(shared)
-        rope_operands = self._rope_operands()
 
-        def attend(keys: Any, q: jax.Array, table: jax.Array, chosen: Any, near: Any, own: Any) -> Any:
-            seen = self.seen(shared, chosen, own) if has_entries else {}
-            if near is not None:
-                seen["span"] = near
-            # if not in their own order, `near` alone says which keys are seen
-            first = 0 if order.is_natural else keys.shape[1]
-            return dsv4_attention(
+        def attend(keys: Any, q: jax.Array, rope: QueryRope, chosen: Any, near: Any, own: Any) -> Any:
+            return in_groups(
+                layer.o_groups,
                 q,
                 keys,
                 shared.compressed if has_entries else None,
-                products=layer.products,
+                window=layer.window if near is None else near,
                 sink=self.params["sink"],
-                window=layer.window if order.is_natural else first + q.shape[1],
-                q_offset=first,
-                o_groups=layer.o_groups,
+                rope=rope,
+                precision=layer.precision,
                 **self.options,
-                **(rope_operands | {"rope_table": table}),
-                **seen,
+                **(self.seen(shared, chosen, own) if has_entries else {}),
             )
 
         rows = {"chosen": shared.indices if indices is None else indices, "near": self.near, "own": self.own}
         with jax.named_scope("attention"):
             keys = order.keys(keys, layer.window)
-            o, lse = order.over_queries(attend, keys, q=q, table=rope_operands["rope_table"], **rows)
+            o, lse = order.over_queries(attend, keys, q=q, rope=self._rope(), **rows)
         return o, lse
 
     def indexed(self, query: IndexQuery | None, q: jax.Array, lse: jax.Array) -> Indexed | None:
@@ -203,27 +195,29 @@ class Chunk(_Long):
         return cache, (earlier, kv), shared
 
     def chosen(self, query: IndexQuery, shared: Shared, indices: jax.Array | None) -> Shared:
-        past = {"ratio": self.layer.ratio, "q_offset": self.first}
-        return chosen(self.indexer, query, shared, past, indices, unpacks=True)
+        return chosen(self.indexer, query, shared, self._past(), indices, unpacks=True)
+
+    def _past(self) -> Span:
+        """The entries that are past for each token."""
+        return Span.compressed(self.positions.shape[1], self.layer.ratio, self.first)
 
     def attention(self, q: jax.Array, keys: Any, shared: Shared, indices: Any) -> tuple[jax.Array, jax.Array]:
         layer, (earlier, kv) = self.layer, keys
         entries = shared.compressed if layer.ratio else None
-        if entries is not None and layer.products is None:
+        if entries is not None and layer.precision is None:
             entries = entries.take()
+        window = Span.sliding_window(kv.shape[1], layer.window, self.first)
         with jax.named_scope("attention"):
             o, lse = dsv4_attention(
                 q,
                 jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
                 entries,
-                products=layer.products,
+                window=window.keys_from(self.first - (layer.window - 1)),
                 sink=self.params["sink"],
-                window=layer.window,
-                q_offset=self.first,
-                kv_offset=self.first - (layer.window - 1),
+                rope=self._rope(),
+                precision=layer.precision,
                 **self.options,
-                **self._rope_operands(),
-                **self.seen(shared, indices),
+                **self.seen(shared, indices, self._past() if layer.ratio else None),
             )
         return o, lse
 

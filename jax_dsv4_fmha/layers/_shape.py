@@ -38,7 +38,7 @@ class LayerShape:
     norm_heads: bool = True
     fake_quantize: bool = False
     eps: float = 1e-6
-    products: str | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -114,7 +114,7 @@ def _check_sizes(layer: LayerShape) -> None:
     _check.epsilon(_OP, layer.eps)
     for name in ("sparse", "norm_heads", "fake_quantize"):
         _check.flags(_OP, **{name: getattr(layer, name)})
-    _check.one_of(_OP, "products", layer.products, (None, *PRODUCTS))
+    _check.one_of(_OP, "precision", layer.precision, (None, *PRODUCTS))
     if layer.heads % layer.o_groups:
         raise _check.error(ValueError, _OP, "o_groups", layer.o_groups, f"a divisor of the {layer.heads} heads")
 
@@ -123,8 +123,8 @@ def _check_parts(layer: LayerShape) -> None:
     for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):
         if not isinstance(getattr(layer, name), kind):
             raise _check.error(TypeError, _OP, name, getattr(layer, name), f"a {name.title()}")
-    if layer.products == BF16_ROPE and layer.rope.dims != ROPE:
-        raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"{ROPE} with products={BF16_ROPE!r}")
+    if layer.precision == BF16_ROPE and layer.rope.dims != ROPE:
+        raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"{ROPE} with precision={BF16_ROPE!r}")
     if layer.rope.dims > layer.d:
         raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"at most d={layer.d}")
     own = layer.compressor

@@ -128,9 +128,9 @@ class Step(Part):
             return q if quantized else rounded(q, rounding(indexer)), weights
 
     def chosen(self, query: IndexQuery, shared: Shared, indices: jax.Array | None) -> Shared:
-        past: dict[str, Any] = {"ratio": self.layer.ratio, "q_offset": self.first}
+        past = Span.compressed(self.positions.shape[1], self.layer.ratio, self.first)
         if self.is_ragged:  # padding has nothing to choose from
-            past["span"] = Span(0, jnp.where(self.positions < self.lengths[:, None], 2**31 - 1, 0))
+            past &= Span(0, jnp.where(self.positions < self.lengths[:, None], 2**31 - 1, 0))
         return chosen(self.indexer, query, shared, past, indices)
 
     @jax.named_scope("attention")

@@ -56,7 +56,7 @@ class DSV4Attention(LayerShape):
         numbers that the model's caches hold in 8 and 4 bits, with a gradient that passes straight through. It is a
         part of V4.1; of V4 it is how the model was trained at last.
       eps: epsilon of the norms.
-      products: as in `dsv4_attention`, for attention in prompts and chunks, which then has no gradient. A chunk reads
+      precision: as in `dsv4_attention`, for attention in prompts and chunks, which then has no gradient. A chunk reads
         entries from the bytes of a packed cache, and unpacks none to bfloat16. Steps stay as they are: they wait for
         keys, not for products.
 

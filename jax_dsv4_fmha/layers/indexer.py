@@ -9,7 +9,7 @@ the values of a row become similar in size, which suits the 8 bits in which they
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,14 +63,14 @@ class Indexer:
     Examples:
       >>> import jax
       >>> import jax.numpy as jnp
-      >>> from jax_dsv4_fmha import lightning_indexer
+      >>> from jax_dsv4_fmha import Span, lightning_indexer
       >>> from jax_dsv4_fmha.layers import Compressor, Indexer, Rope
       >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, compressor=Compressor(64, 16, ratio=4))
       >>> params, x = indexer.init(jax.random.key(0)), jnp.ones((1, 8, 64))
       >>> q, weights = indexer.queries(params, x, x[..., :32], jnp.arange(8)[None], Rope(8))
       >>> latents = indexer.compressor(params["compressor"], x)
       >>> k = indexer.keys(params, latents, jnp.array([[0, 4]]), Rope(8))
-      >>> lightning_indexer(q, k, weights, topk=2, ratio=4)[0, -1].tolist()
+      >>> lightning_indexer(q, k, weights, topk=2, span=Span.compressed(8, ratio=4))[0, -1].tolist()
       [0, 1]
     """
 
@@ -233,7 +233,7 @@ def chosen(
     indexer: Indexer,
     query: IndexQuery,
     shared: Shared,
-    past: Mapping[str, Any],
+    past: Span,
     given: jax.Array | None,
     unpacks: bool = False,
     order: Order = NATURAL,
@@ -241,21 +241,20 @@ def chosen(
     """Shared with the entries that each query sees among the past ones, and with blocks for later indexers.
 
     Args:
-      past: how `lightning_indexer` is told which entries are past.
+      past: the entries that are past.
       given: these entries, if they were chosen elsewhere.
       unpacks: whether keys in 4 bits are unpacked once for all queries, because there are many.
     """
     keys, (q, weights) = shared.keys, query
     if unpacks and isinstance(keys, Cache) and keys.is_packed and not in_8_bits(keys):
         keys = keys.take().astype(q.dtype)
-    if indexer.in_two_levels:
-        past = {**past, "block": indexer.block}
+    block = {"block": indexer.block} if indexer.in_two_levels else {}
 
     def best(op: Callable[..., Any], more: Any, **sizes: int) -> Any:
-        def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span | None, more: Any) -> Any:
-            return op(q, keys, weights, **{**past, "span": span, **more, **sizes})
+        def of_rows(_: None, q: jax.Array, weights: jax.Array, span: Span, more: Any) -> Any:
+            return op(q, keys, weights, span=span, **block, **more, **sizes)
 
-        return order.over_queries(of_rows, None, q=q, weights=weights, span=past.get("span"), more=more)
+        return order.over_queries(of_rows, None, q=q, weights=weights, span=past, more=more)
 
     blocks = shared.blocks if indexer.within_candidates else None
     if count := indexer.candidate_blocks:

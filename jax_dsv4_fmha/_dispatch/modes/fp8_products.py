@@ -30,7 +30,7 @@ class Fp8Products(AttentionMode):
     precision: str
 
     differentiated: ClassVar[str] = (
-        "products=None, or implementation='reference', which has the gradient as if nothing were rounded"
+        "precision=None, or implementation='reference', which has the gradient as if nothing were rounded"
     )
 
     @property
@@ -60,23 +60,23 @@ class Fp8Products(AttentionMode):
         return Keys([_in_codes(source, self.precision == e4m3.BF16_ROPE) for source in sources], (), ("key_codes",))
 
 
-def wanted(op: str, products: str | None, q: jax.Array, batch_invariant: bool) -> list[AttentionMode]:
-    """What the option `products` asks for.
+def wanted(op: str, precision: str | None, q: jax.Array, batch_invariant: bool) -> list[AttentionMode]:
+    """What the option `precision` asks for.
 
     Raises:
       ValueError: it is not one of `e4m3.PRODUCTS`, or does not go with q or with batch_invariant.
     """
-    _check.one_of(op, "products", products, (None, *e4m3.PRODUCTS))
-    if products is None:
+    _check.one_of(op, "precision", precision, (None, *e4m3.PRODUCTS))
+    if precision is None:
         return []
     if q.dtype != jnp.bfloat16:
-        raise _check.error(ValueError, op, "q", q, f"bfloat16 with products={products!r}")
-    if products == e4m3.BF16_ROPE and isinstance(q.shape[-1], int) and q.shape[-1] <= e4m3.ROPE:
-        least = f"d > {e4m3.ROPE}, of which the last {e4m3.ROPE} are RoPE's, with products={products!r}"
+        raise _check.error(ValueError, op, "q", q, f"bfloat16 with precision={precision!r}")
+    if precision == e4m3.BF16_ROPE and isinstance(q.shape[-1], int) and q.shape[-1] <= e4m3.ROPE:
+        least = f"d > {e4m3.ROPE}, of which the last {e4m3.ROPE} are RoPE's, with precision={precision!r}"
         raise _check.error(ValueError, op, "q", q, least)
     if batch_invariant:
-        raise _check.error(ValueError, op, "products", products, "None with batch_invariant=True")
-    return [Fp8Products(products)]
+        raise _check.error(ValueError, op, "precision", precision, "None with batch_invariant=True")
+    return [Fp8Products(precision)]
 
 
 def _in_codes(source: Source, rope: bool) -> Part:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _check, reference
+from ..._definitions.query_rope import QueryRope
 from ..._definitions.rope import normed_and_rotated, normed_and_rotated_gradient, rotated_pairs
 from ..._host import rope as kernels
 from ..._host.attention import ROPE
@@ -56,7 +57,7 @@ class Rotary(AttentionMode):
 
     @property
     def axes(self) -> tuple[Axes, ...]:
-        return (Axes("rope_table", f"{ONE_OR_B} s_q n"),)
+        return (Axes("rope.table", f"{ONE_OR_B} s_q n"),)
 
     @property
     def operands(self) -> Arrays:
@@ -110,30 +111,28 @@ class Rotary(AttentionMode):
 
 def wanted(
     op: str,
-    rope_table: Any,
-    norm_eps: Any,
-    o_groups: Any,
+    rope: Any,
+    o_groups: int,
     dims: Mapping[str, Any],
     implementation: _check.Implementation | None,
 ) -> list[AttentionMode]:
-    """What the options of `dsv4_attention` ask for. The reference alone has derivatives in the table.
+    """What the option `rope` of `dsv4_attention` asks for. The reference alone has derivatives in the table.
 
     Args:
+      o_groups: in how many groups of heads a product takes o, a divisor of h_q.
       dims: the sizes of its axes.
 
     Raises:
-      ValueError, TypeError: an option is not as they are documented.
+      ValueError, TypeError: the option is not as it is documented.
     """
-    table, eps = None, None
-    if rope_table is not None:
-        eps = None if norm_eps is None else _check.number(op, "norm_eps", norm_eps, "a float > 0", lambda x: x > 0)
-        table = _checked(op, rope_table, dims)
-        table = table if implementation == "reference" else constant(table, op, "rope_table")
-    elif norm_eps is not None:
-        raise _check.error(ValueError, op, "norm_eps", norm_eps, "None without a rope_table")
-    if dims["h_q"] % _check.positive(op, "o_groups", o_groups):
-        raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
-    return [] if table is None else [Rotary(table, eps, dims["h_q"] // o_groups)]
+    if rope is None:
+        return []
+    if not isinstance(rope, QueryRope):
+        raise _check.error(TypeError, op, "rope", rope, "a QueryRope or None")
+    eps = None if rope.eps is None else _check.number(op, "rope.eps", rope.eps, "a float > 0", lambda x: x > 0)
+    table = _checked(op, rope.table, dims)
+    table = table if implementation == "reference" else constant(table, op, "rope.table")
+    return [Rotary(table, eps, dims["h_q"] // o_groups)]
 
 
 def _checked(op: str, table: Any, dims: Mapping[str, Any]) -> jax.Array:
@@ -143,4 +142,4 @@ def _checked(op: str, table: Any, dims: Mapping[str, Any]) -> jax.Array:
         shaped = x.dtype == jnp.float32 and x.ndim == 3 and x.shape[0] in (1, b) and x.shape[1] == s_q
         return bool(shaped and x.shape[2] % 2 == 0 and 2 <= x.shape[2] <= d)
 
-    return _check.array(op, "rope_table", table, f"float32[b={b} or 1, s_q={s_q}, n], n even, from 2 to {d}", fits)
+    return _check.array(op, "rope.table", table, f"float32[b={b} or 1, s_q={s_q}, n], n even, from 2 to {d}", fits)
