@@ -195,7 +195,7 @@ class TestCheckKernels:
         self.run(monkeypatch)
         assert main(["check"]) == 0
         text = capsys.readouterr().out
-        assert "dsv4_attention-s_q4-s_kv9-d16-ratio4-s_c2: o within" in text
+        assert "dsv4_attention-s_q4-s_kv9-d16-shared_kv-ratio4-s_c2: o within" in text
         assert "NotImplementedError: sparse_fmha: got this, wanted that\n" in text
         assert "needs 128 GiB of device memory, has 1 GiB" in text
         assert text.splitlines()[-1] == "2 passed, 1 not built, 1 skipped"

@@ -22,7 +22,8 @@ class Quantized:
       >>> q, k, weights = quantize_indexer(jnp.ones((1, 8, 2, 128)), jnp.ones((1, 2, 128)), jnp.ones((1, 8, 2)))
       >>> k.codes.dtype, k.scales.shape
       (dtype(float8_e4m3fn), (1, 2))
-      >>> first = Quantized(k.codes[:, :1], k.scales[:, :1])
+      >>> Quantized(k.codes[:, :1], k.scales[:, :1]).scales.shape  # of the first key
+      (1, 1)
     """
 
     codes: jax.Array

@@ -91,7 +91,7 @@ class ChoiceCase(IndexerCase):
         stop = (self.position()[:, None] + np.arange(self.s_q) + 1) // (self.ratio or 1)
         return np.arange(self.s_c) < stop[..., None]
 
-    def span(self) -> Span:
+    def shown(self) -> Span:
         """What `visible` says."""
         return Span.compressed(self.s_q, self.ratio or 1, jnp.asarray(self.position(), jnp.int32))
 
@@ -108,7 +108,7 @@ class ChoiceCase(IndexerCase):
     def choose(self, x: dict[str, Any], implementation: Implementation) -> tuple[Numbers, Numbers]:
         """The entries and their scores."""
         indices, scores = lightning_indexer(
-            x["q"], self.keys(x), x["weights"], topk=self.topk, span=self.span(), blocks=x.get("blocks"), block=_BLOCK,
+            x["q"], self.keys(x), x["weights"], topk=self.topk, span=self.shown(), blocks=x.get("blocks"), block=_BLOCK,
             return_scores=True, implementation=implementation,
         )  # fmt: skip
         return np.asarray(indices), np.asarray(scores)
@@ -147,7 +147,7 @@ class BlocksCase(ChoiceCase):
 
     def choose_blocks(self, x: dict[str, Any], implementation: Implementation) -> Numbers:
         blocks = indexer_blocks(
-            x["q"], self.keys(x), x["weights"], count=_BLOCKS, block=_BLOCK, span=self.span(),
+            x["q"], self.keys(x), x["weights"], count=_BLOCKS, block=_BLOCK, span=self.shown(),
             implementation=implementation,
         )  # fmt: skip
         return np.asarray(blocks)
