@@ -175,37 +175,35 @@ def test_rope_is_kept_as_a_cache_has_it(layout):
     assert relative(got[0][0], chunk_by_e4m3(*args, **how)[0]) > 1e-3
 
 
+NEAR = Span.sliding_window(12, 5)
 HIDDEN = {  # how, and places of window keys and of entries, with which queries may still see these
-    "below position 0": ({"kv_offset": -3}, np.s_[:, :3], None, np.s_[:]),
-    "after window_lengths": ({"window_lengths": jnp.array([5, 5], jnp.int32)}, np.s_[:, 5:], None, np.s_[:]),
-    "outside of a span": ({"span": Span(4, 12)}, np.s_[:, :4], None, np.s_[:]),
+    "below position 0": ({"window": NEAR.keys_from(-3)}, np.s_[:, :3], None, np.s_[:]),
+    "after a length": ({"window": NEAR & Span.lengths(jnp.array([5, 5], jnp.int32))}, np.s_[:, 5:], None, np.s_[:]),
+    "outside of a span": ({"window": NEAR & Span(4, 12)}, np.s_[:, :4], None, np.s_[:]),
     "before the window": ({"window": 3}, np.s_[:, :2], None, np.s_[:, 4:]),
     "a later token": ({}, np.s_[:, 7:], None, np.s_[:, :7]),
     "an entry that is not past": ({"ratio": 2}, None, np.s_[:, 5:], np.s_[:, :10]),
     "an entry that nobody names": ({"indices": True}, None, np.s_[:, 0], np.s_[:]),
     "an entry that is named too late": ({"indices": True, "ratio": 2}, None, np.s_[:, 5:], np.s_[:, :10]),
-    "an entry after topk_length": ({"indices": "last", "topk_length": 9}, None, np.s_[:, 9], np.s_[:]),
-    "an entry outside of its span": ({"compressed_span": Span(0, 11)}, None, np.s_[:, 11:], np.s_[:]),
+    "an entry outside of its span": ({"ratio": Span(0, 11)}, None, np.s_[:, 11:], np.s_[:]),
     "another sequence": ({"ratio": 2}, np.s_[1], np.s_[1], np.s_[0]),
 }
 
 
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
 @pytest.mark.parametrize("great", [3e7, 1e-30, 1e30, np.nan])
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_what_a_query_does_not_see_has_no_say(hidden, great, products):
+def test_what_a_query_does_not_see_has_no_say(hidden, great, precision):
     """Not in a bit of its o and lse, in arrays and in caches, and nor has a later token in a causal prompt."""
     (q, w, c), how = operands(d=128, s_c=16)
     changes, of_window, of_entries, unaware = HIDDEN[hidden]
-    how = {"sink": how["sink"], "window": 5, "products": products} | changes
+    how = {"sink": how["sink"], "window": 5, "precision": precision} | changes
     if how.get("indices"):
         rng = np.random.default_rng(1)
-        chosen = rng.integers(1, 9 if how["indices"] == "last" else 16, (2, 12, 10))
-        chosen[..., 9] = 9 if how["indices"] == "last" else 3
+        chosen = rng.integers(1, 16, (2, 12, 10))
+        chosen[..., 9] = 3
         how["indices"] = jnp.asarray(chosen, jnp.int32)
-    if "topk_length" in how:
-        how["topk_length"] = jnp.full((2, 12), how["topk_length"], jnp.int32)
-    has_entries = bool({"ratio", "indices", "compressed_span"} & how.keys())
+    has_entries = bool({"ratio", "indices"} & how.keys())
     spoilt_w = w if of_window is None else w.at[of_window].set(great)
     spoilt_c = c if of_entries is None else c.at[of_entries].set(great)
     caches = (lambda x: x, Cache, lambda x: Cache(x.reshape(8, 4, 128), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)))
@@ -217,12 +215,12 @@ def test_what_a_query_does_not_see_has_no_say(hidden, great, products):
                 np.testing.assert_array_equal(x[unaware], y[unaware])
 
 
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
 @pytest.mark.parametrize("chosen", [False, True])
-def test_a_chunk_is_causal(chosen, products):
+def test_a_chunk_is_causal(chosen, precision):
     """What later tokens left in caches changes no bit of what a query gets, and nor does another sequence."""
     (q, *caches), how = chunk(chosen=chosen, b=2)
-    how["products"] = products
+    how["precision"] = precision
     (q, *_), d = (jnp.concatenate([q, q], -1), *caches), 128
     near, far = (Cache(jnp.concatenate([x.entries, x.entries], -1)) for x in caches)
     at = 40  # of the first sequence, at position 90 - 64 + 40
@@ -235,15 +233,15 @@ def test_a_chunk_is_causal(chosen, products):
             np.testing.assert_array_equal(x[0, :at], y[0, :at])
 
 
-@pytest.mark.parametrize("products", e4m3.PRODUCTS)
-def test_keys_of_any_size_are_seen_beside_others(products):
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
+def test_keys_of_any_size_are_seen_beside_others(precision):
     """A query that sees a key of 10**7 with a weight of 10**-7 gets its part of o, and its parts of others."""
     (q, w, c), how = operands(d=128)
     q = jnp.broadcast_to(q[:1, :1, :1], q.shape)
     away = (-(2.0**23) * q[0, 0, 0]).astype(w.dtype)
     how |= {"scale": float(15 / jnp.abs(q[0, 0, 0].astype(jnp.float32) @ away.astype(jnp.float32)))}
     run = functools.partial(dsv4_attention, q, w.at[:, 3].set(away), c, **how)
-    got, exact = (run(products=x)[0].astype(jnp.float32) for x in (products, None))
+    got, exact = (run(precision=x)[0].astype(jnp.float32) for x in (precision, None))
     size = lambda x: jnp.linalg.norm(x, axis=-1)  # noqa: E731
     assert (size(got - exact) < 0.15 * size(exact)).all()
     without = dsv4_attention(q, w.at[:, 3].set(0), c, **how)[0].astype(jnp.float32)
