@@ -264,7 +264,11 @@ def arguments():
     parser.add_argument("--steps", type=int, default=40, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--page", type=int, default=16, help="entries of a page; 0: contiguous (default: %(default)s)")
     parser.add_argument("--fp8", action="store_true", help="caches in DeepSeek-V4's FP8 layout, with 512 dimensions")
-    return vars(parser.parse_args())
+    given = vars(parser.parse_args())
+    for name, least in {"batch": 1, "prompt": 7 * given["batch"] - 6, "steps": 1, "page": 0}.items():
+        if given[name] < least:
+            parser.error(f"argument --{name}: got {given[name]}, wanted at least {least}")
+    return given
 
 
 if __name__ == "__main__":

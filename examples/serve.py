@@ -168,7 +168,10 @@ def arguments():
 
 if __name__ == "__main__":
     with jax.default_matmul_precision("float32"):
-        done, server = main(**arguments())
+        try:
+            done, server = main(**arguments())
+        except ValueError as e:
+            sys.exit(f"error: {e}")
         greedy = [r for r in done if not r.temperature]
         same = [float(np.mean(server.alone(r) == r.said)) for r in greedy[:3]]
     print(f"of {len(same)} greedy ones read alone, {np.mean(same):.0%} of the tokens are the same")

@@ -252,6 +252,34 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
         train.main(tokens=str(path), steps=1, b=2, s=16)
 
 
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ({"rate": float("nan")}, "rate: got nan, wanted a number from 0 to 1"),
+        ({"rate": -1.0}, "rate: got -1.0, wanted a number"),
+        ({"steps": 0}, "steps: got 0, wanted an integer of at least 1"),
+        ({"s": 1}, "s: got 1, wanted an integer of at least 2"),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_training(how, message, monkeypatch):
+    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    with pytest.raises(ValueError, match=message):
+        train.main(**how)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 50])
+def test_the_rate_of_a_step(steps):
+    """Nothing at first, and the whole rate after a tenth of the steps, also of a single one."""
+    with common.mesh_of(1, 1, data=1) as mesh:
+        optimizer = train.Trainer(common.model_of(None), mesh, steps, 1e-2, "all").optimizer
+    x, state, moved = jnp.ones(()), optimizer.init(jnp.ones(())), []
+    for _ in range(max(steps // 10, 1) + 1):
+        change, state = optimizer.update(jnp.ones(()), state, x)
+        moved.append(-float(change))
+    assert moved[0] == 0 and moved[-1] == pytest.approx(1e-2 * 1.1, rel=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32])
 def test_batches_of_tokens(dtype, tmp_path):
     np.save(tmp_path / "tokens.npy", (np.arange(1000) % 64).astype(dtype))
@@ -278,6 +306,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
         ({"beginning": "5 64"}, "beginning: got 64 as token number 1"),
         ({"wanted": 0}, "wanted: got 0, wanted an integer"),
         ({"temperature": float("nan")}, "temperature: got nan, wanted a number from 0 to 2"),
+        ({"port": 65536}, "port: got 65536, wanted an integer from 0 to 65535"),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),
         (
             {"tensor": 3, "expert": 3},

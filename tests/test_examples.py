@@ -188,6 +188,22 @@ def test_generate_says_how_it_is_called():
     assert all(option in done.stdout for option in ("--batch", "--prompt", "--steps", "--page", "--fp8"))
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--batch", "0"], "--batch: got 0, wanted at least 1"),
+        (["--batch", "3", "--prompt", "14"], "--prompt: got 14, wanted at least 15"),  # each is 7 shorter than another
+        (["--steps", "-1"], "--steps: got -1, wanted at least 1"),
+        (["--page", "-1"], "--page: got -1, wanted at least 0"),
+    ],
+)
+def test_generate_checks_its_options(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", *options])
+    with pytest.raises(SystemExit):
+        example("generate").arguments()
+    assert f"error: argument {message}" in capsys.readouterr().err
+
+
 def test_examples_need_what_their_extra_installs():
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]

@@ -12,6 +12,7 @@ from jax import export
 import jax_dsv4_fmha as lib
 from jax_dsv4_fmha import Cache, Span, dot_product_attention, dsv4_attention, dsv4_decode, fmha, layers, sparse_fmha
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha.layers.documents import PackedBlocks
 from tests.test_layers import MODELS
 
 SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
@@ -144,14 +145,18 @@ def example_of(kind):
     return None if jax.tree_util.all_leaves([instance]) else instance
 
 
-STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True,
-          "reach": 6, "eps": 1e-6}  # fmt: skip
+STATIC = {
+    "layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True, "reach": 6,
+    "eps": 1e-6, "gated": True,
+}  # fmt: skip
 PUBLIC = {name: getattr(module, name) for module in (lib, layers) for name in module.__all__}
+PUBLIC["PackedBlocks"] = PackedBlocks  # which Compressor takes
 PYTREES = {name: x for name, kind in PUBLIC.items() if isinstance(kind, type) and (x := example_of(kind)) is not None}
 
 
 def test_public_pytrees_are_found():
-    assert {"Cache", "Span", "QueryRope", "Quantized", "LayerCache", "Output", "RunningSums"} <= PYTREES.keys()
+    named = {"Cache", "Span", "QueryRope", "Quantized", "LayerCache", "Output", "RunningSums", "PackedExperts"}
+    assert named <= PYTREES.keys()
 
 
 @pytest.mark.parametrize("name", PYTREES)

@@ -49,6 +49,13 @@ def test_bytes_of_v41_a_token(dtype, keys, size):
     assert sum(x.entries.nbytes for x in pools) == 1024 * size
 
 
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000], ids=["none", "cut", "bytes", "nested"])
+def test_a_file_that_is_no_config(text, tmp_path):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"^from_config: .*config\.json: got no JSON, .*, wanted an object in JSON"):
+        from_config(tmp_path / "config.json")
+
+
 def test_config_of_v4(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(published("flash")))

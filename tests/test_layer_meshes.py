@@ -267,6 +267,21 @@ def test_operands_that_are_not_placed(axes):
     assert got == {}
 
 
+@pytest.mark.parametrize("call", ["chunk", "step"])
+@pytest.mark.parametrize("kind", ["window", "sparse", "dense"])
+def test_caches_that_are_made_on_a_mesh(kind, call):
+    """They, and the numbers beside them, are whole on every device, and go where x is."""
+    layer, mesh = layers()[kind], mesh_of("Explicit")
+    params, x, *_ = placed(kind, operands(kind, call), mesh, batch="data")
+
+    def f(params, x):
+        cache, at = layer.cache(B, ROOM, jnp.float32, steps=2), jnp.full(B, 2, jnp.int32)
+        return layer(params, x, cache, start=at) if call == "chunk" else layer.step(params, x, cache, lengths=at)
+
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(f, params, x).y.sharding.spec == P("data", None, None)
+
+
 @pytest.mark.parametrize(
     "axes, paged",
     [
@@ -368,6 +383,17 @@ def test_one_sequence_over_an_axis_of_size_1(kind, call, heads):
     assert out.y.sharding.spec == P("data", None, None)
     for part, like in zip(jax.tree.leaves(out.cache), jax.tree.leaves(cache), strict=True):
         assert part.sharding.spec == jax.typeof(like).sharding.spec
+
+
+@pytest.mark.parametrize("call", ["whole", "gradient", "chunk", "step"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_beside_tokens_over_an_axis_of_size_1(kind, call):
+    """Results have rows for all sequences, too, which the mesh axis of the batch cannot split."""
+    mesh = jax.make_mesh((4, 1), ("data", "context"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    cached = call in ("chunk", "step")
+    on_mesh = placed(kind, operands(kind, call), mesh, batch="data", sequence=None if cached else "context")
+    out = jax.eval_shape(called(kind, call), *on_mesh)
+    assert (out[1] if call == "gradient" else out.y).sharding.spec == P("data", None if cached else "context", None)
 
 
 @pytest.mark.parametrize("call", ["chunk", "step", "gradient"])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.serving import Request, Server
+from examples.serving.request import integer
 
 from . import common
 
@@ -60,6 +61,8 @@ def main(
     Raises:
       SystemExit: 1, after all lines of the standard input, some of which could not be requests.
     """
+    if port is not None:
+        integer("port", port, 0, 65535)
     Request(np.zeros(1, np.int32), wanted, temperature)  # raises before the model is read, and so do these
     model = common.model_of(checkpoint, drafts=speculate > 0, random=random)
     words, ends = common.Words(checkpoint, model.vocabulary), common.ends(checkpoint)

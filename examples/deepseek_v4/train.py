@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.serving import checked_tokens
+from examples.serving.request import integer, number
 from jax_dsv4_fmha.layers import Shared, zigzag
 
 from . import common
@@ -102,10 +103,9 @@ class Trainer:
 
     def __init__(self, model: Model, mesh: Mesh, steps: int, rate: float, remat: str, speed: float = 1e-3) -> None:
         self.model, self.mesh = model, mesh
-        self.optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, max(steps // 10, 1), steps), weight_decay=0.1),
-        )
+        warmup = max(steps // 10, 1)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1))
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
         dtype, policy = common.compute_dtype(), POLICIES[remat]
 
         def step(state: State, tokens: jax.Array) -> tuple[State, Any]:
@@ -219,11 +219,11 @@ def main(
     random: str = "v4",
 ) -> list[tuple[float, float]]:
     """Prints losses, tokens/s and MFU, and returns the losses (tokens', indexers') of each step from the first made."""
+    for name, x in {"steps": steps, "b": b, "every": every}.items():
+        integer(name, x, 1)
+    integer("s", s, 2)  # each token but the last of a sequence has one that follows it
+    number("rate", rate, 0, 1)
     model = common.model_of(checkpoint, random=random)
-    if s < 2:
-        raise ValueError(
-            f"s: got {s}, wanted at least 2: each token but the last of a sequence has one that follows it"
-        )
     learned_from = None if tokens is None else tokens_in(tokens, model.vocabulary, s)
     with common.mesh_of(tensor, expert, data, context) as mesh:
         params = common.parameters_of(model, checkpoint, mesh, jnp.float32)

@@ -182,10 +182,13 @@ def _lie_alike(x: Any, y: Any) -> bool:
 
 def _placed(out: Output, sequences: explicit_axes.Entry, tokens: explicit_axes.Entry) -> Output:
     """The same results with these axes for sequences, and for the tokens of x."""
+    b = out.y.shape[0]
 
     def rows(x: Any, *of_tokens: explicit_axes.Entry) -> Any:
         def place(x: jax.Array) -> jax.Array:
-            return explicit_axes.placed(x, sequences, *of_tokens, *explicit_axes.entries(x)[1 + len(of_tokens) :])
+            own = explicit_axes.entries(x)
+            batch = own[0] if x.shape[0] == 1 != b else sequences  # one row for all sequences, as of positions
+            return explicit_axes.placed(x, batch, *of_tokens, *own[1 + len(of_tokens) :], of=out.y)
 
         return jax.tree.map(place, x)
 

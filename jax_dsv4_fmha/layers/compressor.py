@@ -216,7 +216,8 @@ class Compressor:
         start = _check.operand(_OP, "start", start, "b", dims, _check.INT)
         lengths = _check.operand(_OP, "lengths", lengths, "b", dims, _check.INT)
         check_state(self, _OP, "state", state, dims["b"])
-        x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
+        of_batch = {"state": state.folded} if isinstance(state, RunningSums) else {}
+        x, start, lengths, *_ = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths, **of_batch)
         s, r = x.shape[1], self.ratio
         new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
         entry = completed(start, lengths, s, r)

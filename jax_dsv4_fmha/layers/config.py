@@ -127,7 +127,12 @@ def _read(path: Path) -> Any:
             found[name] = value
         return found
 
-    return json.loads(path.read_text(), object_pairs_hook=once)
+    text = path.read_bytes()
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise _check.error(ValueError, _OP, str(path), f"no JSON, {e}", "an object in JSON") from None
+    return json.loads(text, object_pairs_hook=once)
 
 
 def _text(entries: Mapping[str, Any]) -> Mapping[str, Any]:

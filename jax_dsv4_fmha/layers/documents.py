@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check
+from .._definitions.pytree import public_pytree
 from .._definitions.span import positions_of
 
 
+@public_pytree
 class PackedBlocks(NamedTuple):
     """The blocks of packed documents, by runs of `ratio` tokens: a block has as many, so in each run ends one at most.
 

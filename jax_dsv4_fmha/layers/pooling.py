@@ -52,8 +52,9 @@ class RunningSums:
 
 def begun(state: RunningSums, start: jax.Array, lengths: jax.Array) -> RunningSums:
     """The sums for tokens from `start` to `lengths`, both int32 `[b]`: where a sequence begins, another one's sums are
-    forgotten. An idle place, without tokens, stays as it is.
+    forgotten. An idle place, without tokens, stays as it is. They lie where `start` does.
     """
+    state = RunningSums(*explicit_axes.with_one_batch("RunningSums", start=start, **vars(state))[1:])
     first = jnp.maximum(start, 0)
     folded = jnp.where((lengths > first)[:, None], jnp.minimum(state.folded, first[:, None]), state.folded)
     return dataclasses.replace(state, folded=folded)
