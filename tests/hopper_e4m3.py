@@ -16,6 +16,10 @@ with the unit of its key, a power of two; the reference is of such products. Bef
 to e4m3 that is nothing, unless a tie is so near. Then the weight may be a step, an eighth at most, to the other side.
 So `numbers` gives an interval for each number of o, which is wide only where there is such a weight, and the kernel's o
 is an end of it, rounded, or between them.
+
+Products of RoPE in bfloat16 are added to these sums 16 at a time, of how many bits is not known. With 23 after
+the leading one, where logits are thousands, as many numbers of o change as an H200 gave others than sums in float32.
+So a logit is off by what these products cut at most; where that is more than a weight's rounding, nothing is shown.
 """
 
 import functools
@@ -38,6 +42,7 @@ TILE = 64  # keys
 HEAD, LIMIT = 5, 8.5  # a reference is so far below a row's maximum; it is set anew when one is so far above it
 LOG2_E = 1.4426950408889634
 NEVER = -(2**20)  # an exponent of nothing
+LOST_OF_ROPE = 4 * (16 + 2) * 2.0**-23  # of the greatest number: four products of k 16, each of which cuts 18 numbers
 
 Sums = Callable[[jax.Array, jax.Array], jax.Array]
 """The products a b' [.., m, n] of codes a [.., m, k] and b [.., n, k], in float32"""
@@ -130,7 +135,7 @@ def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: flo
     """o and lse as the kernel has them.
 
     Where a weight may fall to either side, sums of its tile may be cut elsewhere too: `slack` has what two products
-    cut at most then.
+    cut at most then; and what the sum of weights and the factor 1 / sum are off.
     """
     x = q.astype(jnp.float32)
     unit_of_q = _power(jnp.maximum(_exponent(jnp.max(jnp.abs(x), -1)), -119) - 7)  # [b, s_q, h]
@@ -139,16 +144,17 @@ def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: flo
     of_row, d = unit_of_q * jnp.float32(scale * LOG2_E), q.shape[-1]
 
     def tile(before: Any, tile: Any) -> tuple[Any, None]:
-        (ref, total, out, slack), (keys, there) = before, tile
+        (ref, total, wrong, out, slack), (keys, there) = before, tile
         codes, rope, units = keys[..., :d].astype(jnp.float32), _bfloat16(keys[..., d:-UNIT_BYTES]), units_of(keys)
         units = jnp.where(there, units, 1)[:, :, None]
         there, values = there[:, :, None], jnp.swapaxes(codes, -1, -2)
         if not rope.size:
             scores, unsure = sums(codes_of_q, codes), jnp.float32(0)
-        else:  # products of bfloat16 come last; in which order a tensor core adds them up is not known
-            q_rope = in_units[..., -ROPE:]
-            scores = sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE]) + in_float32(q_rope, rope)
-            unsure = 2.0**-22 * in_float32(jnp.abs(q_rope), jnp.abs(rope)) * units * of_row[..., None]
+        else:  # products of bfloat16 come last
+            q_rope, scores = in_units[..., -ROPE:], sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE])
+            greatest = jnp.max(jnp.abs(q_rope), -1)[..., None] * jnp.max(jnp.abs(rope), -1)[:, :, None]
+            unsure = LOST_OF_ROPE * jnp.maximum(greatest, jnp.abs(scores)) * units * of_row[..., None]
+            scores = scores + in_float32(q_rope, rope)
         logits = jnp.where(there, scores * units * of_row[..., None], -jnp.inf)
         top = jnp.max(logits + _exponent(units), -1)
         after = jnp.where(top > ref + LIMIT, jnp.round(top) - HEAD, ref)
@@ -159,13 +165,15 @@ def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: flo
         cut = jnp.where(jnp.any(step > 0, -1, keepdims=True), 4 * (DEPTH + 2) * 2.0**-BITS, 2.0**-20)
         out = out * factor[..., None] + sums(p, values)
         slack = slack * factor[..., None] + in_float32(step + cut * p, jnp.abs(values))
-        return (after, total * factor + jnp.sum(weights, -1), out, slack), None
+        wrong = wrong * factor + jnp.sum(weights * off, -1)
+        return (after, total * factor + jnp.sum(weights, -1), wrong, out, slack), None
 
     tiles = [jnp.concatenate(xs) for xs in zip(*(source.tiles() for source in sources), strict=True)]
-    nothing = jnp.full(of_row.shape, -1e30), jnp.zeros(of_row.shape), jnp.zeros(q.shape), jnp.zeros(q.shape)
-    (ref, total, out, slack), _ = jax.lax.scan(tile, nothing, tuple(tiles))
+    nothing = jnp.full(of_row.shape, -1e30), *(jnp.zeros(x.shape) for x in (of_row, of_row, q, q))
+    (ref, total, wrong, out, slack), _ = jax.lax.scan(tile, nothing, tuple(tiles))
     whole = total + jnp.exp2((sink - ref / LOG2_E) * LOG2_E)
     last = jnp.where(total > 0, 1 / whole, 0)[..., None]
+    slack = slack + jnp.abs(out) * (2.0**-22 + wrong / whole)[..., None]
     return Numbers(out * last, jnp.where(total > 0, (jnp.log2(total) + ref) / LOG2_E, -jnp.inf), slack * last)
 
 

@@ -328,6 +328,8 @@ def test_kernel_of_4_bits(cuda, h, s_q, n, page):
         ]
         assert np.mean(same) > 0.9  # sums in another order may decide between two
 
+        if h == 64:  # a kernel of choices within blocks is for V4.1's heads
+            return
         how |= {"blocks": jnp.asarray(right)}
 
         def within(implementation):
