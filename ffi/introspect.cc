@@ -255,7 +255,7 @@ int dsv4_fmha_plan_seen_slots(const SeenSlotsShape* shape, int32_t tile_n, const
   return Show(kSeenSlots.name, plan, reason, out, error, error_bytes);
 }
 
-// What makes codes of keys, or finds their greatest numbers, by CTAs of tile_m keys.
+// What makes codes of keys, by CTAs of tile_m keys.
 int dsv4_fmha_plan_key_codes(const KeyCodesShape* shape, int32_t tile_m, const KeyCodesAddresses* addresses,
                              ShownLaunch* out, char* error, size_t error_bytes) {
   Plan<KeyCodesArguments> plan;

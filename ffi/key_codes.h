@@ -1,5 +1,4 @@
-// The calls that make codes of e4m3 of a sequence's keys, in rows or in pages: all, in the unit of the greatest number so
-// far, and again, in place, those whose unit was not the last one.
+// The call that makes codes of e4m3 of a sequence's keys, in rows or in pages, each in a unit of its own.
 #pragma once
 
 #include "key_codes_plan.h"
@@ -9,7 +8,7 @@
 namespace dsv4_fmha {
 
 struct KeyCodes {
-  static constexpr int64_t kCodes = 512, kWithRope = 640;  // bytes of a key
+  static constexpr int64_t kPlain = 528, kWithRope = 656;  // bytes of a key
   using Call = KeyCodesCall;
   using Shape = KeyCodesShape;
   using Kernels = std::array<Launcher*, 1>;
@@ -28,30 +27,21 @@ struct KeyCodes {
     return ffi::Error::InvalidArgument("packing: got " + std::string(call.packing));
   }
 
-  static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
+  static ffi::Error Find(const Call& call, const Device& device, Shape*, Kernels* kernels) {
     const int64_t row_bytes = call.codes.dimensions[2];
-    if (row_bytes != kCodes && row_bytes != kWithRope) {
+    if (row_bytes != kPlain && row_bytes != kWithRope) {
       return Refuse(call.codes, "rows of " + std::to_string(row_bytes) + " bytes",
-                    std::to_string(kCodes) + " or " + std::to_string(kWithRope));
+                    std::to_string(kPlain) + " or " + std::to_string(kWithRope));
     }
     const KeyCodesChoices choices{.dtype = call.packing.empty() ? call.keys.dtype : ffi::BF16,
                                   .packing = call.packing,
                                   .rope = row_bytes == kWithRope};
-    if (ffi::Error error = LookUp(call.target->name, device, choices, &kernels->front()); error.failure()) return error;
-    Expectations expect;
-    expect.Shape(call.taken, {shape->b, CeilDiv(shape->n, kernels->front()->tile_m)});
-    return expect.error();
+    return LookUp(call.target->name, device, choices, &kernels->front());
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
-    Call there = call;
-    const bool again = call.new_codes.dimensions.size() > 0;
-    Operand& operand = again ? there.codes : there.top;
-    const Operand& result = again ? call.new_codes : call.new_top;
-    if (ffi::Error error = CopyUnlessThere(operand, result, stream); error.failure()) return error;
-    operand.data = result.data;
     Plan<KeyCodesArguments> plan;
-    const auto at = AddressesOf<KeyCodesAddresses>(there);
+    const auto at = AddressesOf<KeyCodesAddresses>(call);
     if (std::string error = PlanKeyCodes(shape, kernels.front()->tile_m, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }

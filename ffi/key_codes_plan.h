@@ -1,4 +1,4 @@
-// The launches that make codes of keys, as a function of shapes: no driver, no device.
+// The launch that makes codes of keys, as a function of shapes: no driver, no device.
 #pragma once
 
 #include <string>
@@ -27,8 +27,6 @@ inline std::string PlanKeyCodes(const KeyCodesShape& x, int32_t tile_m, const Ke
   *plan = {.grid = U32(x.b * ctas),
            .arguments = {.keys = at.keys,
                          .slots = at.slots,
-                         .top = at.top,
-                         .taken = at.taken,
                          .codes = at.codes,
                          .b = I32(x.b),
                          .n = I32(x.n),

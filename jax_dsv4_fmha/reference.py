@@ -21,7 +21,7 @@ Examples:
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ _GATHERED = 2**24  # gathered elements of a block, sparse
 
 _FP32 = jnp.float32
 _INF = float("inf")
+_LN_2 = math.log(2)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "products"))
@@ -97,18 +98,29 @@ def fmha(
 
         nothing = jnp.full_like(q32[..., 0], -_INF)
 
-        @jax.checkpoint
-        def tile_lse(operands: Any) -> jax.Array:
-            first, k = operands
-            lse: jax.Array = lax.cond(is_seen(first), lambda: logsumexp(logits(first, k)[0], -1), lambda: nothing)
-            return lse
+        def units(k: jax.Array) -> jax.Array:
+            return e4m3.log2_of_unit(k)[:, :, None, None]
 
-        lse = logsumexp(lax.map(tile_lse, (first, k_tiles)), 0)
+        def total(of: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+            """logsumexp over the keys of all tiles; of: what is summed of logits and keys."""
+
+            @jax.checkpoint
+            def of_tile(operands: Any) -> jax.Array:
+                first, k = operands
+                sums: jax.Array = lax.cond(
+                    is_seen(first), lambda: logsumexp(of(logits(first, k)[0], k), -1), lambda: nothing
+                )
+                return sums
+
+            return logsumexp(lax.map(of_tile, (first, k_tiles)), 0)
+
+        lse = total(lambda s, k: s)
+        size = None if products is None else total(lambda s, k: s + _LN_2 * units(k))
 
         @jax.checkpoint
         def tile_o(first: jax.Array, k: jax.Array, v: jax.Array | None) -> jax.Array:
             s, visible = logits(first, k)
-            p = _weights(s, lse, products)
+            p = _weights(s, lse) if size is None else e4m3.weights(s, finite(lse), units(k), finite(size))
             return _contract(p, k if v is None else v, 2, visible)
 
         def add(o: jax.Array, tile: Any) -> tuple[jax.Array, None]:
@@ -153,7 +165,12 @@ def sparse_fmha(
         keys = jnp.where(there[..., None], keys, 0)
         s = jnp.where(there[:, :, None], scale * _einsum("bnhd,bnkd->bnhk", q32, keys), -_INF)
         lse = logsumexp(s, -1)
-        o = _einsum("bnhk,bnkd->bnhd", _weights(s, lse, products), keys)
+        if products is None:
+            p = _weights(s, lse)
+        else:
+            units = e4m3.log2_of_unit(keys)[:, :, None]
+            p = e4m3.weights(s, finite(lse), units, finite(logsumexp(s + _LN_2 * units, -1)))
+        o = _einsum("bnhk,bnkd->bnhd", p, keys)
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
@@ -231,29 +248,19 @@ def _dsv4_attention(
     return o[..., :d].astype(q.dtype), lse
 
 
-def unit_of_keys(*keys: jax.Array) -> jax.Array:
-    """float32 [b, 1, 1], or [1, 1, 1] where a pool [s, d] or [1, s, d] is among them."""
-    units = [e4m3.unit_of(x if x.ndim == 3 else x[None], axes=(-2, -1)) for x in keys]
-    if any(x.shape[0] == 1 for x in units):
-        units = [jnp.max(x, 0, keepdims=True) for x in units]
-    return functools.reduce(jnp.maximum, units)
-
-
 def rounded_for_products(products: str, q: jax.Array, *keys: jax.Array | None) -> tuple[Any, ...]:
-    """q and keys [b, s, d], of which some may be None, as products of e4m3 take them: float32 numbers that are rounded
-    in a unit for each row of q, and one for all keys of a batch entry; of all entries where a pool [s, d] is among
-    them.
+    """q and keys [.., d], of which some may be None, as products of e4m3 take them: float32 numbers that are rounded in
+    a unit for each row of q, and one for each key.
 
     Where RoPE stays in bfloat16, both have 64 dimensions more, and the first d of o are its.
     """
-    unit = unit_of_keys(*(x for x in keys if x is not None))
     of_rope = products == e4m3.BF16_ROPE
 
     def of_keys(x: jax.Array) -> jax.Array:
-        values = e4m3.rounded(x, unit)
+        values = e4m3.rounded(x, e4m3.unit_of_key(x))
         return e4m3.keys_beside_rope(values, x) if of_rope else values
 
-    rounded = e4m3.rounded(q, e4m3.unit_of(q, axes=-1))
+    rounded = e4m3.rounded(q, e4m3.unit_of(q))
     rounded = e4m3.queries_beside_rope(rounded, q) if of_rope else rounded
     return rounded, *(None if x is None else of_keys(x) for x in keys)
 
@@ -286,17 +293,9 @@ def dsv4_decode(
     oldest, newest = (position - window + 1, position) if is_causal else (first - window, end - 1)
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     held = [_entries(cache) for cache in caches]
-    if precision is not None:  # in a unit of what queries of the sequence may see
-        rings = [(jnp.maximum(oldest[:, :1], 0), end)]
-        if compressed_cache is not None:
-            room = compressed_cache.capacity
-            past = jnp.full_like(end, 2**31 - 1) if ratio is None else jnp.maximum(end, 0) // ratio
-            left = jnp.maximum(lengths // ratio - room, 0) if indices is None else jnp.zeros_like(end)
-            rings.append((left, past if indices is None else jnp.minimum(past, room)))
-        alive = [there & _holds(*ring, there.shape[1]) for ring, (_, there) in zip(rings, held, strict=True)]
-        kept = [jnp.where(there[..., None], x, 0) for there, (x, _) in zip(alive, held, strict=True)]
-        q32, *kept = rounded_for_products(precision, q, *kept)
-        held = [(x, there) for x, (_, there) in zip(kept, held, strict=True)]
+    if precision is not None:
+        q32, *rounded = rounded_for_products(precision, q, *(x for x, _ in held))
+        held = [(x, there) for x, (_, there) in zip(rounded, held, strict=True)]
 
     def over(held: tuple[jax.Array, jax.Array], seen: jax.Array, ring: bool) -> Attention:
         """Attention over the entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
@@ -326,12 +325,6 @@ def dsv4_decode(
     return o[..., :d].astype(q.dtype), lse
 
 
-def _holds(first: jax.Array, end: jax.Array, room: Any) -> jax.Array:
-    """bool [b, room]: the slots of a ring that hold one of the entries from `first` [b, 1] on, below `end` [b, 1]."""
-    newest = end - 1 - (end - 1 - jnp.arange(room, dtype=jnp.int32)[None]) % room
-    return newest >= first
-
-
 def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:
     """The entries of each sequence, [b, room, d], one after the other; and whether each exists, [b, room]."""
     pages = dequantize_cache(cache.entries, cache.layout) if cache.is_packed else cache.entries
@@ -349,9 +342,9 @@ def _positions(s_q: Any, offset: jax.Array) -> jax.Array:
     return i + jnp.minimum(jnp.reshape(offset, (-1, 1)), 2**31 - 2 - i)
 
 
-def _weights(logits: jax.Array, lse: jax.Array, products: str | None) -> jax.Array:
+def _weights(logits: jax.Array, lse: jax.Array) -> jax.Array:
     """exp(logits - lse)"""
-    return jnp.exp(logits - finite(lse)[..., None]) if products is None else e4m3.weights(logits, finite(lse))
+    return jnp.exp(logits - finite(lse)[..., None])
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

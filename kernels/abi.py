@@ -32,7 +32,8 @@ class Mode:
 PLAIN, ROTARY, BOUNDS = Mode(), Mode(rotary=True), Mode(bounds=True)
 FEW_HEADS, BY_COLUMNS = Mode(order="few_heads"), Mode(order="by_columns")
 BF16_ROPE = "e4m3_bf16_rope"  # scores take RoPE's dimensions, the last ones, by products of bfloat16
-FP8 = ("e4m3", BF16_ROPE)  # precisions with keys as codes of e4m3, in one unit for each batch entry
+FP8 = ("e4m3", BF16_ROPE)  # precisions with keys as codes of e4m3, each in a unit of its own
+UNIT_BYTES = 16  # at the end of such a key, of which the first two are its unit, a power of two in bfloat16
 
 
 def name_of(op: str, mode: Mode = PLAIN) -> str:
@@ -191,7 +192,7 @@ class Forward(Variant):
             *self.params_of_keys,
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),
-            *each("address", *["table"] * (self.turns or self.is_e4m3)),
+            *each("address", *["table"] * self.turns),
             *each("float32", *["eps"] * self.turns),
             *TILING,
         )
@@ -648,7 +649,7 @@ class SeenSlots(Variant):
 
 @dataclass(frozen=True)
 class KeyCodes(Variant):
-    """Keys for products of e4m3: "key_codes", in the unit of the greatest number so far, then "key_codes_again"."""
+    """Keys for products of e4m3, each in a unit of its own."""
 
     dtype: str  # of keys that are not packed
     packing: str = ""  # of `packings.PACKED`
@@ -658,7 +659,7 @@ class KeyCodes(Variant):
 
     @property
     def params(self) -> Params:
-        arrays = each("address", "keys", "slots", "top", "taken", "codes")
+        arrays = each("address", "keys", "slots", "codes")
         return (*arrays, *each("int32", "b", "n", "page", "page_bytes"))
 
 

@@ -17,6 +17,7 @@ from .abi import (
     POOL,
     ROPE,
     ROTARY,
+    UNIT_BYTES,
     Mode,
     name_of,
 )
@@ -109,8 +110,8 @@ def window_and(op: str, dtype: str = "T", width: str = "d") -> Arrays:
 
 
 def codes_of(op: str, precision: str) -> Arrays:
-    """These keys as codes of e4m3, and RoPE's numbers in bfloat16, where scores take them so."""
-    return window_and(op, CODES, str(512 + 2 * ROPE) if precision == BF16_ROPE else "d")
+    """These keys as codes of e4m3, RoPE's numbers in bfloat16, where scores take them so, and a unit."""
+    return window_and(op, CODES, str(512 + 2 * ROPE * (precision == BF16_ROPE) + UNIT_BYTES))
 
 
 SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
@@ -134,7 +135,6 @@ SOURCES = {
 SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
 SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
 OF_ROPE = array(f"table: f32[b s_q {ROPE}]", aligned=True)  # cos and sin by turns, for each query
-UNITS = array("units: f32[b]", "table")  # of the codes of a batch entry's keys
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
 
@@ -152,8 +152,6 @@ def attention(op: str, mode: Mode = PLAIN, sources: Arrays = (), **attributes: s
     attributes = SCALE | attributes | {"order": "int64"}
     if mode.rotary:
         operands, attributes = (*operands, OF_ROPE), attributes | EPS
-    if mode.precision:
-        operands = (*operands, UNITS)
     if mode == BY_COLUMNS:  # what its two kernels leave for one another are results too
         results = results[:2] + arrays(
             "scores: f32[b s_q head_tiles tiles 4096]",  # of 64 heads and 64 keys
@@ -222,9 +220,6 @@ KEPT_BY_INSERTION = (
 )
 """What an insertion changes: a cache, and what it pools: calls have no empty arrays, which XLA copies, and in whose
 place other calls may have theirs."""
-
-KEYS_TO_ROUND = (array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True), *arrays("slots: s32[b n]"))
-CODES_OF_KEYS = array("codes: f8e4m3fn[b n row_bytes]", aligned=True)
 
 TARGETS = (
     attention("mha_fwd"),
@@ -431,15 +426,8 @@ TARGETS = (
     Target(
         "key_codes",
         "key_codes",
-        (*KEYS_TO_ROUND, *arrays("top: s32[b]")),
-        (CODES_OF_KEYS, *arrays("taken: s32[b n_taken]", "new_top: s32[b]")),  # for each CTA; in place
-        {"packing": "string"},
-    ),
-    Target(
-        "key_codes_again",
-        "key_codes",
-        (*KEYS_TO_ROUND, *arrays("top: s32[b]"), CODES_OF_KEYS, *arrays("taken: s32[b n_taken]")),
-        (array("new_codes: f8e4m3fn[b n row_bytes]", aligned=True),),  # in place
+        (array("keys: bf16[rows 512] or u8[pages page_bytes]", aligned=True), *arrays("slots: s32[b n]")),
+        (array("codes: f8e4m3fn[b n row_bytes]", aligned=True),),
         {"packing": "string"},
     ),
     Target(

@@ -111,9 +111,8 @@ VARIANTS: tuple[Variant, ...] = (
         for op in ("csa_fwd", "hca_fwd")
     ),
     *(
-        KeyCodes(op, "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)
+        KeyCodes("key_codes", "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)
         for rope in (False, True)
-        for op in ("key_codes", "key_codes_again")
         for packing in ("", *PACKED)
     ),
     # one CTA where a pair would share the keys of one query's heads, and half of it had no rows

@@ -27,6 +27,7 @@ from jax_dsv4_fmha._host import library
 from kernels import build
 from kernels.cache import default_folder, evict
 from kernels.variants import TESTED, VARIANTS
+from tests.contexts import StopsWhenLost
 from tests.helpers import ONE_BUILT, QUICK, assert_in_place, every_kernel
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
@@ -225,6 +226,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The profile of tests marked fuzz: a failing case is small already, so it is not shrunk for minutes."""
+    config.pluginmanager.register(StopsWhenLost())
     if hasattr(config, "workerinput"):
         share_compilations(config.workerinput["compiled"])
     else:

@@ -11,7 +11,8 @@ of positive and negative numbers cancel.
 
 **The bound** of a kernel's o and lse follows. Sums are what they are here, and what is left is the rounding of float32
 and `ex2.approx`, `lg2.approx` and `rcp.approx`. For lse that is the bound of kernels by bfloat16. A weight is off by
-2**-22 for its exponential, and by half a unit in the last place of its logit and of its reference. Before it is rounded
+2**-22 for its exponential, and by half a unit in the last place of its logit and of its reference. It is multiplied
+with the unit of its key, a power of two; the reference is of such products. Before it is rounded
 to e4m3 that is nothing, unless a tie is so near. Then the weight may be a step, an eighth at most, to the other side.
 So `numbers` gives an interval for each number of o, which is wide only where there is such a weight, and the kernel's o
 is an end of it, rounded, or between them.
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from interpreter.kernels import attention
 from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import KERNEL
-from kernels.abi import name_of
+from kernels.abi import UNIT_BYTES, name_of
 from tests import helpers
 
 BITS = 13  # after the leading one, of what is added at once
@@ -95,7 +96,7 @@ def _power(n: jax.Array) -> jax.Array:
 class Listed(NamedTuple):
     """Keys, and of each query the list of those that it sees, in the order in which the kernel takes them."""
 
-    codes: jax.Array  # float8_e4m3fn [b, n, d], or [b, n, d + 2 ROPE] where RoPE follows in bfloat16
+    codes: jax.Array  # float8_e4m3fn [b, n, d + 16], or [b, n, d + 2 ROPE + 16], as `_host/key_codes.py` says
     entries: jax.Array  # int32 [b, s_q, m], below 0 where a place of the list names no key
 
     @staticmethod
@@ -125,10 +126,8 @@ class Numbers(NamedTuple):
     slack: jax.Array  # like o: half of the interval, before o is rounded
 
 
-def numbers(
-    q: jax.Array, sources: Sequence[Listed], sink: jax.Array, units: jax.Array, scale: float, sums: Sums = in_place
-) -> Numbers:
-    """o and lse as the kernel has them. units: float32 [b], of the keys' codes.
+def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: float, sums: Sums = in_place) -> Numbers:
+    """o and lse as the kernel has them.
 
     Where a weight may fall to either side, sums of its tile may be cut elsewhere too: `slack` has what two products
     cut at most then.
@@ -137,24 +136,26 @@ def numbers(
     unit_of_q = _power(jnp.maximum(_exponent(jnp.max(jnp.abs(x), -1)), -119) - 7)  # [b, s_q, h]
     in_units = x / unit_of_q[..., None]
     codes_of_q = _rounded(in_units)
-    of_row = unit_of_q * (jnp.float32(scale * LOG2_E) * units[:, None, None])
+    of_row, d = unit_of_q * jnp.float32(scale * LOG2_E), q.shape[-1]
 
     def tile(before: Any, tile: Any) -> tuple[Any, None]:
         (ref, total, out, slack), (keys, there) = before, tile
-        there, codes = there[:, :, None], keys[..., : q.shape[-1]].astype(jnp.float32)
-        values = jnp.swapaxes(codes, -1, -2)
-        if keys.shape[-1] == q.shape[-1]:
-            scores = sums(codes_of_q, codes)
-        else:  # products of bfloat16 come last
-            pairs = keys[..., q.shape[-1] :].reshape(*keys.shape[:-1], ROPE, 2)
-            rope = jax.lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
-            scores = sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE]) + in_float32(in_units[..., -ROPE:], rope)
-        logits = jnp.where(there, scores * of_row[..., None], -jnp.inf)
-        top = jnp.max(logits, -1)
+        codes, rope, units = keys[..., :d].astype(jnp.float32), _bfloat16(keys[..., d:-UNIT_BYTES]), units_of(keys)
+        units = jnp.where(there, units, 1)[:, :, None]
+        there, values = there[:, :, None], jnp.swapaxes(codes, -1, -2)
+        if not rope.size:
+            scores, unsure = sums(codes_of_q, codes), jnp.float32(0)
+        else:  # products of bfloat16 come last; in which order a tensor core adds them up is not known
+            q_rope = in_units[..., -ROPE:]
+            scores = sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE]) + in_float32(q_rope, rope)
+            unsure = 2.0**-22 * in_float32(jnp.abs(q_rope), jnp.abs(rope)) * units * of_row[..., None]
+        logits = jnp.where(there, scores * units * of_row[..., None], -jnp.inf)
+        top = jnp.max(logits + _exponent(units), -1)
         after = jnp.where(top > ref + LIMIT, jnp.round(top) - HEAD, ref)
         factor, weights = jnp.exp2(ref - after), jnp.exp2(logits - after[..., None])
-        off = jnp.where(there, 2.0**-22 + 2.0**-24 * (jnp.abs(logits) + jnp.abs(after)[..., None]), 0)
-        p, step = _rounded(weights), _rounded(weights * (1 + off)) - _rounded(weights * (1 - off))
+        off = jnp.where(there, 2.0**-22 + 2.0**-24 * (jnp.abs(logits) + jnp.abs(after)[..., None]) + unsure, 0)
+        given = weights * units
+        p, step = _rounded(given), _rounded(given * (1 + off)) - _rounded(given * (1 - off))
         cut = jnp.where(jnp.any(step > 0, -1, keepdims=True), 4 * (DEPTH + 2) * 2.0**-BITS, 2.0**-20)
         out = out * factor[..., None] + sums(p, values)
         slack = slack * factor[..., None] + in_float32(step + cut * p, jnp.abs(values))
@@ -164,8 +165,19 @@ def numbers(
     nothing = jnp.full(of_row.shape, -1e30), jnp.zeros(of_row.shape), jnp.zeros(q.shape), jnp.zeros(q.shape)
     (ref, total, out, slack), _ = jax.lax.scan(tile, nothing, tuple(tiles))
     whole = total + jnp.exp2((sink - ref / LOG2_E) * LOG2_E)
-    last = jnp.where(total > 0, units[:, None, None] / whole, 0)[..., None]
+    last = jnp.where(total > 0, 1 / whole, 0)[..., None]
     return Numbers(out * last, jnp.where(total > 0, (jnp.log2(total) + ref) / LOG2_E, -jnp.inf), slack * last)
+
+
+def units_of(keys: jax.Array) -> jax.Array:
+    """The units of keys `[…, row]`, float32 `[…]`."""
+    return _bfloat16(keys[..., -UNIT_BYTES:])[..., 0]
+
+
+def _bfloat16(x: jax.Array) -> jax.Array:
+    """Numbers of two bytes each, in float32."""
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -175,17 +187,16 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 def csa_fwd_e4m3(
-    q: Any, near: Any, start: Any, stop: Any, far: Any, indices: Any, length: Any, sink: Any, units: Any, **how: Any
+    q: Any, near: Any, start: Any, stop: Any, far: Any, indices: Any, length: Any, sink: Any, **how: Any
 ) -> Numbers:
     """With the operands of the kernel's call (`jax_dsv4_fmha/_host/attention.py`)."""
-    return numbers(q, (Listed.of_span(near, start, stop), Listed.of_list(far, indices, length)), sink, units, **how)
+    return numbers(q, (Listed.of_span(near, start, stop), Listed.of_list(far, indices, length)), sink, **how)
 
 
 def hca_fwd_e4m3(
-    q: Any, near: Any, start: Any, stop: Any, far: Any, start2: Any, stop2: Any, sink: Any, units: Any, **how: Any
+    q: Any, near: Any, start: Any, stop: Any, far: Any, start2: Any, stop2: Any, sink: Any, **how: Any
 ) -> Numbers:
-    sources = Listed.of_span(near, start, stop), Listed.of_span(far, start2, stop2)
-    return numbers(q, sources, sink, units, **how)
+    return numbers(q, (Listed.of_span(near, start, stop), Listed.of_span(far, start2, stop2)), sink, **how)
 
 
 OF_OP = {f"{f.__name__}{rope}": f for f in (csa_fwd_e4m3, hca_fwd_e4m3) for rope in ("", "_bf16_rope")}
@@ -205,7 +216,7 @@ def assert_within(got: Any, made: Numbers) -> None:
 
 def assert_right(got: Any, x: attention.Operands, scale: float) -> None:
     """What a GPU answers: where products are of e4m3, by its sums, and otherwise by `attention.assert_right`."""
-    if x.units is None:
+    if not x.is_e4m3:
         attention.assert_right(got, x, scale)
     else:
         assert_within(map(jnp.asarray, got), of_operands(x, scale))

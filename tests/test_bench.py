@@ -389,6 +389,34 @@ def test_bench_from_nothing(capsys, results):
     assert capsys.readouterr().err == "/nowhere/file.json: No such file or directory\n"
 
 
+@pytest.mark.parametrize(
+    "spoil, says",
+    [
+        (lambda x: None, "results: got NoneType, wanted an object"),
+        (lambda x: [x], "results: got list, wanted an object"),
+        (lambda x: x | {"rows": {}}, "results: rows: got dict, wanted what"),
+        (lambda x: {"traceEvents": []}, "results: date: got nothing, wanted what"),
+        (lambda x: x | {"rows": [1]}, "row 0: got int, wanted an object"),
+        (lambda x: x | {"rows": [x["rows"][0] | {"flops": "many"}]}, "row 0: flops: got str"),
+        (lambda x: x | {"rows": [x["rows"][0] | {"suite": "other"}]}, "row 0: suite: got other, wanted dsv4 or"),
+        (lambda x: x | {"rows": [x["rows"][0] | {"times": {"ours": 3}}]}, "row 0: times of ours: got int"),
+    ],
+)
+def test_bench_from_another_json(spoil, says, results, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(spoil(json.loads(results.read_text()))))
+    assert main(["bench", "--from", str(path)]) == 2
+    assert f"{path}: {says}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"version https://git-lfs.github.com/spec/v1"])
+def test_bench_from_no_json(text, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_bytes(text)
+    assert main(["bench", "--from", str(path)]) == 2
+    assert f"{path}: got no JSON (" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """A file that a bench might have written."""

@@ -22,6 +22,8 @@ from interpreter.kernels.native import (
     plan,
     plan_combine,
     plan_few_rows_product,
+    plan_group_rows,
+    plan_grouped_product,
     plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
@@ -43,6 +45,8 @@ from kernels.abi import (
     Combine,
     FewRowsProduct,
     Forward,
+    GroupedProduct,
+    GroupRows,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -170,6 +174,13 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_seen_slots(sizes, pool, pool, tile_n=128)
     elif isinstance(variant, KeyCodes):
         launch = plan_key_codes({"b": 2, "n": 70, "rows": 9, "page": 64, "page_bytes": 37440}, tile_m=32)
+    elif isinstance(variant, GroupRows | GroupedProduct):
+        sizes = {"tokens": 7, "chosen": 3, "k": 512, "inner": 256, "experts": 5, "tiles": 26}
+        sizes |= {"tiles13": 8, "slabs13": 8, "tiles2": 8, "slabs2": 4}
+        if isinstance(variant, GroupRows):
+            launch = plan_group_rows(sizes, tile_m=16)
+        else:
+            launch = plan_grouped_product(sizes, variant.gated, 1.0, tile_m=16, tile_n=128, processors=132)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

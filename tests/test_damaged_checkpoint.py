@@ -106,6 +106,11 @@ def in_blocks_of_64(files, name):
     scale[1:] = [shape, bytes([127]) * (shape[0] * shape[1])]
 
 
+def not_numbers(files, name):
+    entry = files.tensor(name)
+    entry[2] = b"\xff" * len(entry[2])
+
+
 def of_dtype(name, dtype, bytes_each=None):
     def change(files):
         entry = files.tensor(name)
@@ -156,6 +161,9 @@ CASES = {
         rf": {EXPERT}.scale: got U8\[160, 6\], wanted one of F8_E8M0"),
     "of attention": (of_dtype(f"{ATTENTION}.scale", "U8"),
         rf": {ATTENTION}.scale: got uint8\[1, 1\], wanted scales, in"),
+    "NaN in scales": (lambda f: not_numbers(f, f"{EXPERT}.scale"), rf": {EXPERT}.scale: got NaN or inf among scales"),
+    "NaN in attention's": (lambda f: not_numbers(f, f"{ATTENTION}.scale"),
+        rf": {ATTENTION}.weight: got scales that are NaN or inf, wanted finite"),
     # what is there twice
     "a copy": (lambda f: f["model-1.safetensors"].update(f["model-0.safetensors"]),
                r"model-1.safetensors: .*: got it twice, wanted it once: model-0.safetensors: .* is the same tensor"),
@@ -422,6 +430,7 @@ def fp8(*shape, dtype=jnp.float8_e4m3fn):
         ({"kv_norm__weight": fp8(32), "kv_norm__scale": NONE[0]}, r"kv_norm\.weight: got scales \[1\], wanted one"),
         ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE, "wkv__weight_scale_inv": NONE},
             "got wkv.weight_scale_inv under"),
+        ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE * np.nan}, r"wkv\.weight: got scales that are NaN or inf"),
         ({"kv_proj__weight": np.zeros((32, 64), np.float32)}, "got kv_proj.weight under '', wanted a layer's alone"),
     ],
 )  # fmt: skip

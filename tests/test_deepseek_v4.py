@@ -21,9 +21,11 @@ from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
 from examples.deepseek_v4.model import FIXED, Model
+from examples.deepseek_v4.packed import Packed
 from examples.deepseek_v4.sinkhorn import doubly_stochastic
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serving import Request, Server
+from jax_dsv4_fmha import PackedExperts
 
 from . import model_float64
 from .test_layer_config import published
@@ -358,6 +360,30 @@ def checkpoint(model, directory, block):
     for part, tensors in enumerate(files):
         written(directory / f"model-{part}.safetensors", tensors)
     return values | {name: x for name, x in files[0].items() if "tid2eid" in name}
+
+
+def test_packed_experts_of_a_checkpoint(tmp_path):
+    """In MXFP4, of sizes that `fused_moe` takes: each device has its experts' bytes, and nothing is gathered."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "layer_types": ["sliding_attention"]}
+    config = {**common.SMALL, **sizes, "num_hidden_layers": 1, "head_dim": 16, "qk_rope_head_dim": 8}
+    model = Model.from_config({**config, "dspark_block_size": 0, "dspark_target_layer_ids": None})
+    checkpoint(model, tmp_path, 128)
+    tokens = prompts(1, 9)
+    want = model_float64.logits(model, jax.device_get(load(model, tmp_path, jnp.float32)), tokens[0])
+    alone = load(model, tmp_path, jnp.float32, packed=True)
+    assert_close(jax.jit(model)(alone, tokens)[0], want, 1e-4)
+    with common.mesh_of(2, 2) as mesh:  # an expert is in two devices: it stays as the file has it
+        assert isinstance(load(model, tmp_path, jnp.float32, mesh, packed=True)["layers"][0]["moe"]["w2"], Packed)
+    with common.mesh_of(data=2, tensor=1, expert=4) as mesh:
+        params = load(model, tmp_path, jnp.float32, mesh, packed=True)
+        moe = params["layers"][0]["moe"]
+        for name, rows in (("w13", 512), ("w2", 256)):
+            w = moe[name]
+            assert isinstance(w, PackedExperts) and w.data.sharding.shard_shape(w.data.shape)[0] == 2
+            assert w.rows == rows and w.data.nbytes == 8 * rows * 256 * 17 // 32
+        run = jax.jit(model).lower(params, tokens).compile()
+        assert not re.search(r"u8\[.*all-gather", run.as_text())
+        assert_close(run(params, tokens)[0], want, 1e-4)
 
 
 def test_checkpoint(tmp_path):

@@ -393,7 +393,12 @@ def test_norm_and_rope_are_those_apart(how, eps):
     [
         (TABLE, TypeError, r"rope: got float32\[1, 6, 4\], wanted a QueryRope or None"),
         (QueryRope(jnp.ones((1, 5, 4))), ValueError, r"rope.table: got .*, wanted float32\[b=2 or 1, s_q=6, n\]"),
-        (QueryRope(jnp.ones((1, 6, 10))), ValueError, r"rope.table: got .* n even and at most 8"),
+        (QueryRope(jnp.ones((1, 6, 10))), ValueError, r"rope.table: got .* n even, from 2 to 8"),
+        (
+            QueryRope(jnp.ones((1, 6, 0))),
+            ValueError,
+            r"rope.table: got float32\[1, 6, 0\], wanted .* n even, from 2 to 8",
+        ),
         (QueryRope(None), TypeError, "rope.table: got None, wanted float32"),
         (QueryRope(TABLE, 0.0), ValueError, "rope.eps: got 0.0, wanted a float > 0"),
     ],

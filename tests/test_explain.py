@@ -78,7 +78,7 @@ LAUNCHED = {
         lambda q, kv: layer(jnp.tile(q, (1, 1, 3, 1)), kv, batch_invariant=True), "csa_fwd_by_columns and row_columns"
     ),
     "FP8 products": (
-        lambda q, kv: layer(q, kv, precision="float8_e4m3fn"), "key_codes, key_codes_again and hca_fwd_e4m3"
+        lambda q, kv: layer(q, kv, precision="float8_e4m3fn"), "key_codes and hca_fwd_e4m3"
     ),
     "RoPE inside": (lambda q, kv: rotated(q, kv, 64), "mla_span_fwd_turned and combine"),
     "its gradient": (jax.grad(lambda q, kv: rotated(q, kv, 64)), "mla_span_bwd_turned"),
@@ -171,6 +171,28 @@ def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     if not built:
         with pytest.raises(NotImplementedError, match=r"built nothing here .*; there are hca_fwd \(d=512, bfloat16"):
             jax.eval_shape(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, implementation="cubin"), *OPERANDS)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(
+    "option, says",
+    [({"batch_invariant": True}, "batch_invariant=True"), ({"implementation": "cubin"}, "implementation='cubin'")],
+)
+def test_a_call_that_insists_on_a_kernel_elsewhere(monkeypatch, option, says, is_built):
+    """On a CPU, with kernels built in and without: explain says that it is an error, and the error names the option."""
+    monkeypatch.setattr(library, "variants", every_kernel if is_built else lambda: ())
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    run = jax.jit(lambda q, kv: dsv4_attention(q, kv, window=64, **option)[0])
+    (decision,) = explain(run, *OPERANDS)
+    assert decision.implementation == "kernel" and decision.reason.startswith(f"{says} insists on it")
+    assert ("exporting it for cuda is not" in decision.reason) == is_built
+    assert ("so the call is an error: no kernels are built in" in decision.reason) == (not is_built)
+    got = "True" if "batch" in says else "'cubin'"
+    where = " on platform cpu, wanted platform cuda" if is_built else r" for bfloat16, d=512.*built nothing here"
+    (name,) = option
+    with pytest.raises((ValueError, NotImplementedError), match=f"^dsv4_attention: {name}: got {got}{where}"):
+        run.lower(*OPERANDS)
 
 
 @pytest.fixture

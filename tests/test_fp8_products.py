@@ -46,34 +46,39 @@ def rounded(x, unit):
     return (x / unit).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit
 
 
-def in_float64(q, w, c, indices, sink, window, kept=0):
+def in_float64(q, w, c, indices, sink, window, scale, kept=0):
     """By loops over batch entries, queries and heads; scores have the last `kept` dimensions as they are given."""
     q, w, c, sink = (np.asarray(x).astype(np.float64) for x in (q, w, c, sink))
-    (b, s_q, h, d), (o, lse) = q.shape, (np.zeros(q.shape), np.zeros(q.shape[:3]))
+    (b, s_q, h, _), (o, lse) = q.shape, (np.zeros(q.shape), np.zeros(q.shape[:3]))
     power = lambda x: 2.0 ** (np.floor(np.log2(x)) - 7)  # noqa: E731
     for n in range(b):
-        unit = power(max(np.abs(w[n]).max(), np.abs(c[n]).max()))
-        near, far = rounded(w[n], unit), rounded(c[n], unit)
+        units = [power(np.abs(x[n]).max(-1, keepdims=True)) for x in (w, c)]
+        near, far = (rounded(x[n], unit) for x, unit in zip((w, c), units, strict=True))
         split = q.shape[-1] - kept
         for i in range(s_q):
             seen = [x for x in np.asarray(indices)[n, i] if 0 <= x < len(far)]
             here = slice(max(i - window + 1, 0), i + 1)
-            keys, given = (np.concatenate([x[here], y[seen]]) for x, y in ((near, far), (w[n], c[n])))
+            keys, given, unit = (np.concatenate([x[here], y[seen]]) for x, y in ((near, far), (w[n], c[n]), units))
             for head in range(h):
                 x = rounded(q[n, i, head], power(np.abs(q[n, i, head]).max()))
                 t = keys[:, :split] @ x[:split] + given[:, split:] @ q[n, i, head, split:]
-                t = t * d**-0.5 * LOG2_E
-                ref = np.round(t.max()) - 5
+                t = t * scale * LOG2_E
                 lse[n, i, head] = np.log(np.exp2(t - t.max()).sum()) + t.max() / LOG2_E
-                p = rounded(np.exp2(t - ref), 1.0)
-                o[n, i, head] = p @ keys * np.exp2(ref) / (np.exp(lse[n, i, head]) + np.exp(sink[head]))
+                in_units = t + np.log2(unit[:, 0])
+                ref = np.round(in_units.max()) - 5
+                p = rounded(np.exp2(in_units - ref), 1.0)
+                whole = np.logaddexp(lse[n, i, head], sink[head]) * LOG2_E
+                o[n, i, head] = p @ (keys / unit) * np.exp2(ref - whole)
     return o, lse
 
 
 @pytest.mark.parametrize("precision", e4m3.PRODUCTS)
-def test_the_definition_rounds_q_keys_and_weights(precision):
+@pytest.mark.parametrize("sizes", [(0, 0), (-30, -30), (9, -3)])
+def test_the_definition_rounds_q_keys_and_weights(precision, sizes):
     """Of both sources apart: so weights of either are rounded in another power of two, which changes the least ones."""
-    args, how = operands(d=128)
+    (q, *keys), how = operands(d=128)
+    args = (q, *(x * jnp.exp2(jnp.float32(n)).astype(x.dtype) for x, n in zip(keys, sizes, strict=True)))
+    how |= {"scale": 128**-0.5 * 2.0 ** -max(sizes)}
     o, lse = dsv4_attention(*args, **how, precision=precision)
     want_o, want_lse = in_float64(*args, **how, kept=ROPE * (precision == BF16_ROPE))
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
@@ -170,23 +175,77 @@ def test_rope_is_kept_as_a_cache_has_it(layout):
     assert relative(got[0][0], chunk_by_e4m3(*args, **how)[0]) > 1e-3
 
 
-def test_entries_that_are_not_past_have_no_say_in_the_unit():
-    """A cache has room for entries of tokens to come, and in it what an earlier sequence left."""
-    (q, w, c), how = operands(s_q=12, s_c=16)
-    w, c = 2.0**-14 * w, 2.0**-14 * c
-    how |= {"ratio": 1, "q_offset": 0}
-    want = by_e4m3(q, w, Cache(c.at[:, 12:].set(0), None), **how)
-    left = Cache(c.at[:, 12:].set(2.0**14), None)
+NEAR = Span.sliding_window(12, 5)
+HIDDEN = {  # how, and places of window keys and of entries, with which queries may still see these
+    "below position 0": ({"window": NEAR.keys_from(-3)}, np.s_[:, :3], None, np.s_[:]),
+    "after a length": ({"window": NEAR & Span.lengths(np.array([5, 5], np.int32))}, np.s_[:, 5:], None, np.s_[:]),
+    "outside of a span": ({"window": NEAR & Span(4, 12)}, np.s_[:, :4], None, np.s_[:]),
+    "before the window": ({"window": 3}, np.s_[:, :2], None, np.s_[:, 4:]),
+    "a later token": ({}, np.s_[:, 7:], None, np.s_[:, :7]),
+    "an entry that is not past": ({"ratio": 2}, None, np.s_[:, 5:], np.s_[:, :10]),
+    "an entry that nobody names": ({"indices": True}, None, np.s_[:, 0], np.s_[:]),
+    "an entry that is named too late": ({"indices": True, "ratio": 2}, None, np.s_[:, 5:], np.s_[:, :10]),
+    "an entry outside of its span": ({"ratio": Span(0, 11)}, None, np.s_[:, 11:], np.s_[:]),
+    "another sequence": ({"ratio": 2}, np.s_[1], np.s_[1], np.s_[0]),
+}
+
+
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
+@pytest.mark.parametrize("great", [3e7, 1e-30, 1e30, np.nan])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_what_a_query_does_not_see_has_no_say(hidden, great, precision):
+    """Not in a bit of its o and lse, in arrays and in caches, and nor has a later token in a causal prompt."""
+    (q, w, c), how = operands(d=128, s_c=16)
+    changes, of_window, of_entries, unaware = HIDDEN[hidden]
+    how = {"sink": how["sink"], "window": 5, "precision": precision} | changes
+    if how.get("indices"):
+        rng = np.random.default_rng(1)
+        chosen = rng.integers(1, 16, (2, 12, 10))
+        chosen[..., 9] = 3
+        how["indices"] = jnp.asarray(chosen, jnp.int32)
+    has_entries = bool({"ratio", "indices"} & how.keys())
+    spoilt_w = w if of_window is None else w.at[of_window].set(great)
+    spoilt_c = c if of_entries is None else c.at[of_entries].set(great)
+    caches = (lambda x: x, Cache, lambda x: Cache(x.reshape(8, 4, 128), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)))
+    for kept in caches if has_entries else caches[:1]:
+        for implementation in (None, "reference"):
+            run = functools.partial(dsv4_attention, **how, implementation=implementation)
+            got, want = (run(q, x, kept(y) if has_entries else None) for x, y in ((spoilt_w, spoilt_c), (w, c)))
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_array_equal(x[unaware], y[unaware])
+
+
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_chunk_is_causal(chosen, precision):
+    """What later tokens left in caches changes no bit of what a query gets, and nor does another sequence."""
+    (q, *caches), how = chunk(chosen=chosen, b=2)
+    how["precision"] = precision
+    (q, *_), d = (jnp.concatenate([q, q], -1), *caches), 128
+    near, far = (Cache(jnp.concatenate([x.entries, x.entries], -1)) for x in caches)
+    at = 40  # of the first sequence, at position 90 - 64 + 40
+    later = near.entries.at[0, (90 - 64 + at + np.arange(24)) % near.capacity].set(3e7)
+    entries = far.entries.at[0, (90 - 64 + at) // 3 :].set(3e7).at[1].set(-3e7)
+    assert q.shape[-1] == d
     for implementation in (None, "reference"):
-        assert_right(by_e4m3(q, w, left, **how, implementation=implementation), want)
+        run = functools.partial(dsv4_decode, **how, implementation=implementation)
+        for x, y in zip(run(q, Cache(later), Cache(entries)), run(q, near, far), strict=True):
+            np.testing.assert_array_equal(x[0, :at], y[0, :at])
 
 
-def test_keys_that_nobody_sees_may_be_anything():
-    (q, w, c), how = operands()
-    how["indices"] = jnp.maximum(how["indices"], 1)
-    want = by_e4m3(q, w, c, **how)
-    for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        assert_right(by_e4m3(q, w, c.at[:, 0].set(bad), **how), want)
+@pytest.mark.parametrize("precision", e4m3.PRODUCTS)
+def test_keys_of_any_size_are_seen_beside_others(precision):
+    """A query that sees a key of 10**7 with a weight of 10**-7 gets its part of o, and its parts of others."""
+    (q, w, c), how = operands(d=128)
+    q = jnp.broadcast_to(q[:1, :1, :1], q.shape)
+    away = (-(2.0**23) * q[0, 0, 0]).astype(w.dtype)
+    how |= {"scale": float(15 / jnp.abs(q[0, 0, 0].astype(jnp.float32) @ away.astype(jnp.float32)))}
+    run = functools.partial(dsv4_attention, q, w.at[:, 3].set(away), c, **how)
+    got, exact = (run(precision=x)[0].astype(jnp.float32) for x in (precision, None))
+    size = lambda x: jnp.linalg.norm(x, axis=-1)  # noqa: E731
+    assert (size(got - exact) < 0.15 * size(exact)).all()
+    without = dsv4_attention(q, w.at[:, 3].set(0), c, **how)[0].astype(jnp.float32)
+    assert (size(without - exact)[:, 3:8] > 0.3 * size(exact)[:, 3:8]).all()
 
 
 def test_what_there_are_no_such_products_for():
@@ -253,8 +312,8 @@ def test_no_rounding_rounds_cotangents(round):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 128)), jnp.float32)
     lse = jnp.ones(3)
     rounds, exact = {
-        "weights": (lambda x: e4m3.weights(x, lse), lambda x: jnp.exp(x - lse[:, None])),
-        "rounded": (lambda x: e4m3.rounded(x, e4m3.unit_of(x, axes=-1)), lambda x: x),
+        "weights": (lambda x: e4m3.weights(x, lse, jnp.float32(3), lse + 2), lambda x: jnp.exp(x - lse[:, None])),
+        "rounded": (lambda x: e4m3.rounded(x, e4m3.unit_of(x)), lambda x: x),
     }.get(round, (lambda x: packed.rounded(x, round), lambda x: x))
     assert (rounds(x) != exact(x)).mean() > 0.5
     for size in (1e-20, 1.0, 1e20):
@@ -423,8 +482,12 @@ def test_a_chunk_of_unknown_size_is_exported():
 
 def test_units_are_powers_of_two_and_numbers():
     x = jnp.array([0.0, 1e-45, 2.0**-126, 1.0, 1.99, 2.0, 3.0e38, -5.0, jnp.inf, jnp.nan], jnp.float32)
-    units = jax.vmap(lambda y: e4m3.unit_of(y[None], axes=0)[0])(x)
+    units = e4m3.unit_of(x[:, None])[:, 0]
     mantissas, _ = jnp.frexp(units)
+    of_keys = e4m3.unit_of_key(x[:, None])[:, 0]
+    np.testing.assert_array_equal(of_keys, jnp.clip(units, 2.0**-64, 2.0**48))
+    codes = e4m3.codes(x, of_keys).astype(jnp.float32)
+    assert jnp.isnan(codes[jnp.array([6, 8, 9])]).all() and not codes[:3].any()
     assert (mantissas == 0.5).all() and jnp.isfinite(1 / units).all()
     np.testing.assert_array_equal(units[3:6], [2.0**-7, 2.0**-7, 2.0**-6])
     assert (jnp.abs(x[3:8] / units[3:8]) < 256).all() and (jnp.abs(x[3:8] / units[3:8]) >= 128).all()
@@ -502,34 +565,27 @@ def modelled(**how):
 def codes_by_definition(monkeypatch):
     """What has no key is NaN."""
 
-    def keys_of(pool, slots, packing):
+    def made(pool, slots, packing, rope):
         rows = (dequantize_cache(pool, packing) if packing else pool).reshape(
             -1, pool.shape[-1] if not packing else 512
         )
-        return jnp.where((slots >= 0)[..., None], rows[jnp.maximum(slots, 0)].astype(jnp.float32), jnp.nan)
+        keys = jnp.where((slots >= 0)[..., None], rows[jnp.maximum(slots, 0)].astype(jnp.float32), jnp.nan)
+        return rows_of(keys, rope)
 
-    def first(pool, slots, top, packing, rope):
-        """Each sequence is a part, and takes what its keys have, if not those before."""
-        keys = keys_of(pool, slots, packing)
-        own = jnp.max(jnp.where(jnp.isfinite(keys), jnp.abs(keys), 0), (1, 2)).view(jnp.int32)
-        top = jnp.maximum(top, own)
-        return in_unit_of(top, keys, rope), top[:, None], top
+    monkeypatch.setattr(key_codes, "key_codes", made)
 
-    def again(pool, slots, top, codes, taken, packing):
-        is_wrong = (taken != top[:, None])[..., None]
-        keys = keys_of(pool, slots, packing)
-        return (jnp.where(is_wrong, in_unit_of(top, keys, codes.shape[-1] > keys.shape[-1]), codes),)
 
-    def in_unit_of(top, keys, rope):
-        unit = e4m3.unit_of(top.view(jnp.float32)[:, None, None], axes=1)
-        made = e4m3.codes(keys, unit)
-        if not rope:
-            return made
-        exact = jax.lax.bitcast_convert_type((keys[..., -ROPE:] / unit).astype(jnp.bfloat16), made.dtype)
-        return jnp.concatenate([made, exact.reshape(*keys.shape[:-1], 2 * ROPE)], -1)
+def rows_of(keys, rope=False):
+    """What `key_codes` makes of keys, by definition."""
+    unit = e4m3.unit_of_key(keys)
 
-    monkeypatch.setattr(key_codes, "key_codes", first)
-    monkeypatch.setattr(key_codes, "key_codes_again", again)
+    def in_bytes(x):
+        made = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.float8_e4m3fn)
+        return made.reshape(*x.shape[:-1], 2 * x.shape[-1])
+
+    exact = [in_bytes(keys[..., -ROPE:] / unit)] if rope else []
+    tail = in_bytes(jnp.concatenate([unit, jnp.zeros((*unit.shape[:-1], 7))], -1))
+    return jnp.concatenate([e4m3.codes(keys, unit), *exact, tail], -1)
 
 
 def assert_within(got, modelled):
@@ -546,7 +602,7 @@ def assert_within(got, modelled):
     ],
 )
 def test_what_a_kernel_is_given_is_what_the_definition_takes(case, layout, precision):
-    """Its keys, lists, units and sink; with sums in float32 that is the definition."""
+    """Its keys, lists and sink; with sums in float32 that is the definition."""
     args, how = chunk(layout, **CHUNKS[case])
     how |= {"precision": precision}
     want = dsv4_decode(*args, **how, implementation="reference")
@@ -594,13 +650,12 @@ def modelled_list(sums=hopper_e4m3.in_place, s_q=6, h=3, unit=1.0, std=1.0, seed
     """The numbers of a call over 200 chosen keys, in three tiles and a part of one."""
     rng = np.random.default_rng(seed)
     q, keys = (jnp.asarray(std * rng.standard_normal(x), jnp.bfloat16) for x in ((1, s_q, h, 512), (1, 300, 512)))
-    sources = [
-        hopper_e4m3.Listed(
-            e4m3.codes(keys, jnp.float32(2.0**-6)), jnp.asarray(rng.integers(-2, 300, (1, s_q, 200)), jnp.int32)
-        )
-    ]
-    units, sink = jnp.float32(unit * 2.0**-6)[None], jnp.asarray(rng.standard_normal(h), jnp.float32)
-    return hopper_e4m3.numbers(q, sources, sink, units, 512**-0.5, sums)
+    rows = rows_of(keys.astype(jnp.float32))
+    rows = rows.at[:, ::7, -15].set(rows_of(unit * keys.astype(jnp.float32))[:, ::7, -15])
+    rows = rows.at[:, ::7, -16].set(rows_of(unit * keys.astype(jnp.float32))[:, ::7, -16])
+    sources = [hopper_e4m3.Listed(rows, jnp.asarray(rng.integers(-2, 300, (1, s_q, 200)), jnp.int32))]
+    sink = jnp.asarray(rng.standard_normal(h), jnp.float32)
+    return hopper_e4m3.numbers(q, sources, sink, 512**-0.5, sums)
 
 
 FAULTS = {
@@ -651,7 +706,7 @@ def test_a_gpu_sums_so():
     q[2], k[2] = (40 * rng.standard_normal(x.shape) for x in (q[2], k[2]))
     q, k = (np.clip(x, -240, 240).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) for x in (q, k))
     q[..., 0], k[:, 0], k[..., 0] = 128, 0, 0
-    k[:, 0, 1] = 128  # units are 1
+    k[..., 1] = 128  # units are 1
     _, lse = jax.jit(lambda *x: by_e4m3(*x, window=1, scale=2.0**-4, implementation="cubin"))(
         *(jnp.asarray(x, jnp.bfloat16) for x in (q, k))
     )

@@ -102,6 +102,31 @@ def test_a_script_that_launches_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == "['--seeds', '2']\nnothing was launched\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--seeds", "0", str(EXAMPLE)], "argument --seeds: got 0, wanted an int >= 1"),
+        (["--seeds", "many", str(EXAMPLE)], "argument --seeds: got many, wanted an int >= 1"),
+        (["--processors", "-1", str(EXAMPLE)], "argument --processors: got -1, wanted an int >= 1"),
+        (["--arch", "sm_80", str(EXAMPLE)], "argument --arch: invalid choice: 'sm_80'"),
+        (["nowhere.py"], "argument script: got nowhere.py, wanted a file that is there"),
+    ],
+)
+def test_wrong_arguments(arguments, says, capsys):
+    with pytest.raises(SystemExit) as e:
+        script.main(arguments)
+    assert e.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_without_the_compiler(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else find(name))
+    with pytest.raises(SystemExit) as e:
+        script.main([str(EXAMPLE)])
+    assert e.value.code == 2
+    assert "nvidia-cutlass-dsl, which compiles a script's functions, is not installed here" in capsys.readouterr().err
+
+
 def test_rules_by_name():
     assert script.rules("manual") == MANUAL and script.rules("chip") == CHIP
     assert script.rules("wait_ld,own_lanes") == {Rule.WAIT_LD, Rule.OWN_LANES}

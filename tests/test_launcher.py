@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from interpreter.kernels.attention import operands
+from interpreter.kernels.launch import outputs_of
 from interpreter.kernels.native import cubin, plan, variant_of
 from jax_dsv4_fmha._host import library, split_kv
 from tests.hopper_e4m3 import assert_right
@@ -96,8 +97,8 @@ def test_launch(row, h_q, extents, device):
         pytest.skip(f"device 0 is {arch}")
     variant = variant_of(row["key"])
     x, scale = operands(variant, **extents, h_q=min(h_q, variant.max_heads)), variant.d**-0.5
-    lse = np.full(x.q.shape[:-1], np.nan, np.float32)
-    arrays = x.named() | {"o": np.full_like(x.q, np.nan), "lse": lse}
+    results = {name: np.full(like.shape, np.nan, like.dtype) for name, like in outputs_of(x).items()}
+    arrays = x.named() | results
     addresses = {name: upload(array) for name, array in arrays.items()}
 
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
@@ -119,7 +120,7 @@ def test_launch(row, h_q, extents, device):
     call(driver.cuLaunchKernelEx, config, function, ctypes.addressof(params), 0)
     call(driver.cuCtxSynchronize)
 
-    got = tuple(download(addresses[name], arrays[name].shape, arrays[name].dtype) for name in ("o", "lse"))
+    got = tuple(download(addresses[name], like.shape, like.dtype) for name, like in results.items())
     for address in addresses.values():
         call(driver.cuMemFree, address)
     call(driver.cuModuleUnload, module)

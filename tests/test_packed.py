@@ -212,3 +212,14 @@ def test_the_greatest_values_are_finite(layout, dtype):
     greatest = {"v41_fp4": 2688, "v4_fp4": 6 * 2.0**121}.get(layout, np.inf)
     want = np.clip(want, -greatest, greatest)
     np.testing.assert_allclose(back[0, :448], want[:448], rtol=1 / 16)
+
+
+def test_no_gradient_through_bytes():
+    """JAX would take bytes for constants: a step over a packed cache had gradients without its own keys."""
+    x, at = jnp.ones((1, 4, 512), jnp.bfloat16), jnp.arange(4, dtype=jnp.int32)[None]
+    cache = Cache.zeros(1, 4, 512, jnp.float8_e4m3fn)
+    for read in (lambda x: dequantize_cache(quantize_cache(x)), lambda x: cache.append(x, at).take()):
+        with pytest.raises(NotImplementedError, match="quantize_cache: gradient: got entries to differentiate, wanted"):
+            jax.grad(lambda x: read(x).astype(jnp.float32).sum())(x)  # noqa: B023
+        stopped = jax.grad(lambda x: (x * read(jax.lax.stop_gradient(x))).astype(jnp.float32).sum())(x)  # noqa: B023
+        np.testing.assert_array_equal(stopped, read(x))

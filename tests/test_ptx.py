@@ -172,8 +172,8 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     poisoned = window.k.copy()
     poisoned[:, bad] = np.nan
     spoilt_window = dataclasses.replace(window, k=poisoned, v=poisoned)
-    if x.units is not None:
-        spoilt_window = attention.as_codes(spoilt_window, x.units, x.keeps_rope)
+    if x.is_e4m3:
+        spoilt_window = attention.as_codes(spoilt_window, x.mode)
     spoilt = dataclasses.replace(x, sources=(spoilt_window, entries))
     (want, _), (got, _) = (launch(k, y, processors=1).run() for y in (x, spoilt))
     o = got.astype(np.float32)

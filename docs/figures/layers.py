@@ -6,6 +6,7 @@ from typing import Any
 from .peers import beside
 from .records import (
     DEVICES,
+    EXPERTS,
     INDEXER,
     KINDS,
     LAYER,
@@ -116,6 +117,22 @@ def few_rows_product() -> str:
     about = f"""On one {_card(PRODUCTS)}. XLA's figure has our kernel for norm and RoPE, or RoPE back, beside it, which ours does
     itself:"""
     return wrapped(about) + "\n\n" + table(" | ".join(["product", "MB", *columns]), ([k, *x] for k, x in found.items()))
+
+
+def experts() -> str:
+    """A layer's experts, by how many tokens a call has."""
+    rows = []
+    for row in suite(EXPERTS, "experts"):
+        least = max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
+        products = row["times"]["ours"]["kernels"]["grouped_product_sm90_0"]
+        tokens = f"{row['case']['tokens']}"
+        rows.append(
+            [tokens, f"{row['bytes'] / 1e6:.0f}", *map(micro, (least, ours(row), ours(row) - products)), share(row)]
+        )
+    about = f"""Experts of a layer of V4-Flash: 256 of 4096 x 2048, 6 a token, chosen at random, on one {_card(EXPERTS)}. The least is
+    what M or C allow for all experts that are chosen on average:"""
+    head = "tokens | MB | least, µs | ours, µs | of it the sort and the sum, µs | of the roofline"
+    return wrapped(about) + "\n\n" + table(head, rows)
 
 
 def products_in_steps() -> str:

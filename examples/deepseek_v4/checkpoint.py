@@ -246,7 +246,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
         per_byte = CODES[self.entries[name].dtype]
         rows, columns = (s.indices(n) for s, n in zip(index, (x.shape[0], x.shape[1] * per_byte), strict=True))
         step = math.gcd(block[1], *columns[:2])  # columns that have one scale, wherever the part begins and ends
-        scale = np.repeat(self[self.scale(name)], block[0], 0)[rows[0] : rows[1]]
+        scale = self[self.scale(name)]
+        if not np.isfinite(scale.astype(np.float32)).all():
+            raise ValueError(f"{self.entries[self.scale(name)]}: got NaN or inf among scales, wanted finite ones")
+        scale = np.repeat(scale, block[0], 0)[rows[0] : rows[1]]
         scale = np.repeat(scale, block[1] // step, 1)[:, columns[0] // step : columns[1] // step]
         return x[rows[0] : rows[1], columns[0] // per_byte : columns[1] // per_byte], scale
 

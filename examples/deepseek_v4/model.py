@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import PackedExperts, fused_moe
 from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
@@ -317,10 +318,7 @@ class Model:
         if not jax.sharding.get_abstract_mesh().empty:
             rows, specs = rows_of(x), self._partition_moe()
             axes = tuple(name for name in rows if name)
-            w13, w2 = (
-                in_file(specs[name], p[name].axes) if isinstance(p[name], Packed) else specs[name]
-                for name in ("w13", "w2")
-            )
+            w13, w2 = (spec_of(p[name], specs[name]) for name in ("w13", "w2"))
 
             @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
             def of_experts(w13, w2, *of_tokens):
@@ -351,10 +349,12 @@ class Model:
         return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
 
     def of_experts(
-        self, w13: jax.Array, w2: jax.Array, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
+        self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
     ) -> jax.Array:
         """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
         e, k, m = len(jax.tree.leaves(w13)[0]), self.chosen, self.hidden
+        if isinstance(w13, PackedExperts):
+            return fused_moe(x, w13, w2, chosen - part * e, weights, limit=self.limit)
         expert = chosen.ravel() - part * e
         at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
 
@@ -474,6 +474,13 @@ class Streams(NamedTuple):
     """`[b, s, n, hidden]`"""
     pre: jax.Array
     """float32 `[b, s, n]`: how the next sublayer takes them in, in V4.1"""
+
+
+def spec_of(w: Any, spec: P) -> P:
+    """The PartitionSpec of experts' matrices that have this one as an array: of what they are in memory."""
+    if isinstance(w, PackedExperts):
+        return P(spec[0])
+    return in_file(spec, w.axes) if isinstance(w, Packed) else spec
 
 
 def rows_of(x: jax.Array) -> P:

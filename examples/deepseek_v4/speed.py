@@ -1,9 +1,10 @@
 """Times one layer of each kind of a whole DeepSeek-V4 on one GPU: `python -m examples.deepseek_v4.speed [CHECKPOINT]`.
 
-A layer is attention, experts and hyper-connections, with random parameters and full caches, in bfloat16. A checkpoint
-is read for its config.json alone; without one the sizes are V4-Flash's, whose experts of a layer take 13 GB. Times are
-the host's: of many calls, each of which waits on the device for the one before, over their number. A row's last columns
-are the sum over all layers and the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
+A layer is attention, experts and hyper-connections, with random parameters and full caches, in bfloat16; with --packed
+routed experts are in MXFP4, as checkpoints have them. A checkpoint is read for its config.json alone; without one the
+sizes are V4-Flash's, whose experts of a layer take 13 GB, or 3.4 in MXFP4. Times are the host's: of many calls, each of
+which waits on the device for the one before, over their number. A row's last columns are the sum over all layers and
+the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_dsv4_fmha import PackedExperts, pack_experts
 from jax_dsv4_fmha.layers import STEP_OPTIONS, Shared
 
 from . import common
@@ -58,6 +60,7 @@ def main(
     chunk: int = CHUNK,
     calls: int = 20,
     file: str | None = None,
+    packed: bool = False,
 ) -> list[dict[str, Any]]:
     """Prints each time once it is there, then the table, and returns its rows. config: where there is no checkpoint."""
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
@@ -70,7 +73,7 @@ def main(
     rows: list[dict[str, Any]] = [{"work": str(work), "tokens": work.b * work.tokens, "ms": {}} for work in works]
     for kind, layer in one.items():
         few = dataclasses.replace(model, layers=(layer,), hashed=0)
-        params = parameters(few)
+        params = parameters(few, packed)
         for row, work in zip(rows, works, strict=True):
             row["ms"][kind] = of_layer(few, params, work, calls)
             print(f"{kind}: {work}, {row['ms'][kind]:.3f} ms", file=sys.stderr, flush=True)
@@ -97,8 +100,20 @@ def keep(file: str | None, count: dict[str, int], rows: list[dict[str, Any]]) ->
         Path(file).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
-def parameters(model: Model) -> Any:
-    return jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
+def parameters(model: Model, packed: bool) -> Any:
+    params = jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
+    if packed:
+        e, k, inner = model.experts, model.hidden, model.inner
+        moe = params["layers"][0]["moe"]
+        moe |= {"w13": experts_in_mxfp4(e, 2, inner, k), "w2": experts_in_mxfp4(e, k, inner)}
+    return params
+
+
+def experts_in_mxfp4(*shape: int) -> PackedExperts:
+    """Random matrices `[e, 2, rows, columns]`, gates first, or `[e, rows, columns]`."""
+    *rows, columns = shape
+    codes = jax.random.bits(jax.random.key(2), (*rows, columns // 2), jnp.uint8)
+    return pack_experts(codes, jnp.full((*rows, columns // 32), 120, jnp.uint8))  # 2^-7
 
 
 def random(tree: Any) -> Any:
@@ -166,6 +181,7 @@ def arguments() -> dict:
         "--chunk", type=common.at_least(1), default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})"
     )
     parser.add_argument("--calls", type=common.at_least(1), default=20, help="that a time is the mean of (default: 20)")
+    parser.add_argument("--packed", action="store_true", help="routed experts in MXFP4, by fused_moe")
     parser.add_argument("--json", dest="file", help="a file for the same numbers")
     return vars(parser.parse_args())
 

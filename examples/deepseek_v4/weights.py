@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import PackedExperts, pack_experts
 from jax_dsv4_fmha.layers import from_state_dict
 
 from .checkpoint import Checkpoint
@@ -29,6 +30,11 @@ OTHERS = r"vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
 """of what reads pictures"""
 STAY = re.compile(r".*(experts\.|\.engram\.wkv\.|\.main_proj\.)")
 """matrices that the model takes packed"""
+ROUTED = re.compile(r".*\.ffn\.experts\.")
+MXFP4 = (1, 32)
+"""the block of a scale, which is a power of two"""
+MULTIPLE, MOST_EXPERTS = 256, 1024
+"""of rows and columns that `pack_experts` takes, and of experts"""
 unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
 
 
@@ -168,6 +174,21 @@ def check(checkpoint: Checkpoint, stacks: Sequence[Stack], model: Model) -> None
         raise ValueError(f"{checkpoint.directory}: got {len(unused)} tensors of no use here, wanted none: {some}")
 
 
+def fits_fused_moe(
+    checkpoint: Checkpoint, names: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> bool:
+    """Whether these are matrices `[rows, columns]` of routed experts in MXFP4 that `pack_experts` takes."""
+    if block != MXFP4 or not ROUTED.match(names.flat[0]):
+        return False
+    of_scales = checkpoint.entries[checkpoint.scale(names.flat[0])].dtype
+    return of_scales == "F8_E8M0" and not any(n % MULTIPLE for n in shape) and len(names) <= MOST_EXPERTS
+
+
+def is_whole(spec: P, mesh: Mesh | None) -> bool:
+    """Whether a device has all of an expert's matrix, of which this PartitionSpec shares out the rest."""
+    return mesh is None or all(mesh.shape[name] == 1 for name in jax.tree.leaves(tuple(spec[1:])))
+
+
 def load(
     model: Model | DSpark,
     directory: str | Path,
@@ -179,8 +200,9 @@ def load(
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
-    in; with packed=True they stay as they are, outside of attention, as `Packed`. Layers for drafts are left out of a
-    `Model`, and what reads pictures. Engrams take words from tokenizer.json.
+    in; with packed=True they stay in 4 or 8 bits, outside of attention: as `Packed`, or, routed experts in MXFP4 that
+    no device has a part of, laid out for `fused_moe`. Layers for drafts are left out of a `Model`, and what reads
+    pictures. Engrams take words from tokenizer.json.
 
     Raises:
       FileNotFoundError: there are no such files, or one that the index names is not there.
@@ -198,7 +220,7 @@ def load(
     def sharding(spec: P) -> jax.sharding.Sharding:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, spec)
 
-    def parameter(source: Source, shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed:
+    def parameter(source: Source, shape: jax.ShapeDtypeStruct, spec: P) -> jax.Array | Packed | PackedExperts:
         names, axes = np.array(source[0], object), source[1]
         block = blocks_of(checkpoint, source, shape)
         of_tensor = tuple(shape.shape[axes.index(axis)] for axis in range(names.ndim, len(axes)))
@@ -224,6 +246,20 @@ def load(
 
             return jax.tree.map(joined, *parts)
 
+        def experts(where: jax.sharding.Sharding) -> PackedExperts:
+            rest = (slice(None),) * (len(axes) - 1)
+            parts = []
+            for device, index in where.addressable_devices_indices_map((len(names),)).items():
+                with jax.set_mesh(None):
+                    parts.append(pack_experts(*piece([*index, *rest], device)))
+
+            def joined(*parts: jax.Array) -> jax.Array:
+                return jax.make_array_from_single_device_arrays((len(names), *parts[0].shape[1:]), where, list(parts))
+
+            return jax.tree.map(joined, *parts)
+
+        if packed and fits_fused_moe(checkpoint, names, of_tensor, block) and is_whole(spec, mesh):
+            return experts(sharding(P(spec[0])))
         if packed and block and STAY.match(names.flat[0]):
             return Packed(*put((*names.shape, *of_tensor), sharding(in_file(spec, axes)), piece), axes)
 

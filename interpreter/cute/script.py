@@ -16,13 +16,17 @@ instructions of warps: give it small arrays. docs/howto/interpret.md says what i
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
 
+from ..arguments import count, file
 from ..machine.hazards import Fault
 from ..machine.rules import CHIP, MANUAL, Rule
 from .session import Report, interpreting
+
+ARCHS = ("sm_100a", "sm_90a")
 
 
 def rules(text: str) -> frozenset[Rule]:
@@ -40,25 +44,27 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m interpreter run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=3, help="orders of events for each call (default: %(default)s)")
+    parser.add_argument("--seeds", type=count, default=3, help="orders of events for each call (default: %(default)s)")
     parser.add_argument("--rules", type=rules, default=MANUAL, help="manual (default), chip, or names of rules")
-    parser.add_argument("--arch", default="sm_100a", help="what is compiled for (default: %(default)s)")
-    parser.add_argument("--processors", type=int, default=4, help="of the GPU that the script is told of")
+    parser.add_argument("--arch", default="sm_100a", choices=ARCHS, help="what is compiled for (default: %(default)s)")
+    parser.add_argument("--processors", type=count, default=4, help="of the GPU that the script is told of")
     parser.add_argument("--forms", action="store_true", help="list the forms of instructions that ran")
     parser.add_argument("--time", action="store_true", help="show clocks of each launch, one CTA an SM")
-    parser.add_argument("script", help="a Python file")
+    parser.add_argument("script", type=file, help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    before, sys.argv = sys.argv, [args.script, *args.arguments]
+    if importlib.util.find_spec("cutlass") is None:
+        parser().error("nvidia-cutlass-dsl, which compiles a script's functions, is not installed here")
+    before, sys.argv = sys.argv, [str(args.script), *args.arguments]
     options = {"seeds": args.seeds, "rules": args.rules, "arch": args.arch, "processors": args.processors}
     try:
         with interpreting(**options, time=args.time) as report:
             try:
-                runpy.run_path(args.script, run_name="__main__")
+                runpy.run_path(str(args.script), run_name="__main__")
             except Fault:  # which the report has
                 pass
             finally:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import BF16_ROPE, PLAIN, Forward, MlaBackward, Mode
+from kernels.abi import BF16_ROPE, PLAIN, UNIT_BYTES, Forward, MlaBackward, Mode
 from kernels.packings import PACKED
 
 from ..machine.state import Array
@@ -27,7 +27,8 @@ class Keys:
     seen_to: Array  # stop of a span, length of a selection
     counts: Array  # [b, s_q, s_kv]: how often a query sees a key
     pool: Array | None = None  # packed keys [pages, bytes], with k as their values; indices are then places in it
-    codes: Array | None = None  # of e4m3 [b, s_kv, d], with v as what they mean; and RoPE, where it is kept
+    codes: Array | None = None  # of e4m3 [b, s_kv, row], as `as_codes` makes them, with v as what they mean
+    units: Array | None = None  # [b, s_kv]: of these codes
 
     @property
     def given(self) -> Array:
@@ -43,8 +44,12 @@ class Operands:
     sources: tuple[Keys, ...]
     sink: Array
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
-    units: Array | None = None  # [b]: of the keys' codes, where products are of e4m3
     mode: Mode = PLAIN
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether products are of e4m3, and so are keys."""
+        return self.mode.precision != ""
 
     @property
     def keeps_rope(self) -> bool:
@@ -53,15 +58,14 @@ class Operands:
 
     def named(self) -> dict[str, Array]:
         """What a launch is handed, by the names of addresses."""
-        last = self.table if self.units is None else self.units
-        found = {"q": self.q, "sink": self.sink} | ({} if last is None else {"table": last})
+        found = {"q": self.q, "sink": self.sink} | ({} if self.table is None else {"table": self.table})
         for i, keys in enumerate(self.sources):
             found |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
         return found
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
-        table = tuple(x for x in (self.table, self.units) if x is not None)
+        table = () if self.table is None else (self.table,)
         if self.op in ("mha_fwd", "mla_span_fwd") and not self.mode.order:
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
@@ -128,10 +132,9 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         sources.append(Keys(k, v, *seen))
-    units = None
-    if isinstance(variant, Forward) and variant.is_e4m3:
-        units = np.exp2(-np.arange(9, 9 + b)).astype(np.float32)  # so that of 0.125 some are beyond the range
-        sources = [as_codes(x, units, variant.keeps_rope) for x in sources]
+    is_e4m3 = variant.mode.precision != ""
+    if is_e4m3:
+        sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
     slots = {
@@ -140,25 +143,42 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         if x.pool is not None
     }
     q = normal(8, b, s_q, h_q, d)
-    if units is not None:  # which rows have of their own, too
+    if is_e4m3:  # which has units of its own
         q = np.ldexp(q, -rng.integers(0, 5, (b, s_q, h_q, 1))).astype(q.dtype)
     table = None
     if variant.turns:
         angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)
         table = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(b, s_q, 64)
-    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, units, variant.mode)
+    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table, variant.mode)
 
 
-def as_codes(keys: Keys, units: Array, keeps_rope: bool) -> Keys:
-    """The same keys rounded to codes of e4m3, with NaN where no query looks."""
-    units = units[:, None, None, None]
-    codes = e4m3(keys.k.astype(np.float32) / units)
-    v = (codes.astype(np.float32) * units).astype(keys.k.dtype)  # exactly
-    if not keeps_rope:
-        return replace(keys, k=v, v=v, codes=codes[:, :, 0])
-    rope = (keys.k[..., -ROPE:].astype(np.float32) / units).astype(keys.k.dtype)
-    codes = np.concatenate([codes, rope.view(codes.dtype)], -1)
-    return replace(keys, k=np.concatenate([v[..., :-ROPE], keys.k[..., -ROPE:]], -1), v=v, codes=codes[:, :, 0])
+def as_codes(keys: Keys, mode: Mode) -> Keys:
+    """The same keys rounded to codes of e4m3 in their units, with NaN where no query looks. Without units, each has one
+    by which its greatest number is between 128 and 512, so that some numbers are beyond the range.
+    """
+    k, units = keys.k[:, :, 0].astype(np.float32), keys.units
+    if units is None:
+        exponents = np.floor(np.log2(np.abs(k).max(-1))) - 7 - np.arange(k.shape[1]) % 2
+        units = np.exp2(np.where(np.isnan(exponents), 0, exponents)).astype(np.float32)
+    codes = e4m3(k / units[..., None])
+    v = codes.astype(np.float32) * units[..., None]
+    rows, tail = [codes.view(np.uint8)], np.zeros((*units.shape, UNIT_BYTES), np.uint8)
+    tail[..., :2] = units.astype(keys.k.dtype)[..., None].view(np.uint8)
+    if mode.precision == BF16_ROPE:
+        rope = (k[..., -ROPE:] / units[..., None]).astype(keys.k.dtype)
+        rows.append(rope.view(np.uint8))
+        k = np.concatenate([v[..., :-ROPE], k[..., -ROPE:]], -1)
+    else:
+        k = v
+    k, v = (x.astype(keys.k.dtype)[:, :, None] for x in (k, v))
+    return replace(keys, k=k, v=v, codes=np.concatenate([*rows, tail], -1).view(codes.dtype), units=units)
+
+
+def of_many_sizes(keys: Keys) -> Keys:
+    """Keys of which some are much greater than others, or less."""
+    exponents = np.resize([0, 0, 9, 0, -6, 0, 0, -20, 0, 1, 12], keys.k.shape[1])
+    k = keys.k * np.exp2(exponents)[:, None, None].astype(keys.k.dtype)
+    return replace(keys, k=k, v=k)
 
 
 def e4m3(x: Array) -> Array:
@@ -233,7 +253,7 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     if x.table is not None:
         o, lse = answer(replace(x, q=normed(turned(x.q, x.table), x.q, eps), table=None), scale)
         return turned(o, x.table * np.resize([1, -1], 64)), lse
-    if x.units is not None:
+    if x.is_e4m3:
         top = np.abs(x.q.astype(np.float64)).max(-1, keepdims=True)
         unit = np.exp2(np.floor(np.log2(top)) - 7)
         q = e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit
@@ -256,16 +276,23 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     p = np.exp(np.minimum(logits - top[..., None], 0))
     with np.errstate(divide="ignore"):
         lse = top + np.log((counts * p).sum(-1))
-    p = counts * (p if x.units is None else rounded_weights(p, top))
+    if x.is_e4m3:
+        units = np.concatenate([keys.units for keys in x.sources], axis=1)[:, None, None, None]
+        p = rounded_weights(logits, units, top[..., None], counts)
+    p = counts * p
     denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
     o = np.exp(top - denominator)[..., None] * (p @ v.transpose(0, 2, 1, 3)[:, :, None])
     return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
 
 
-def rounded_weights(p: Array, top: Array) -> Array:
-    """exp(logits - top), rounded to e4m3 in a power of two for each row, of exp(logits)."""
-    shift = top * np.log2(np.e) - np.round(top * np.log2(np.e)) + 5  # p 2^shift is what is rounded
-    return np.asarray(e4m3(p * np.exp2(shift)[..., None]).astype(np.float64) / np.exp2(shift)[..., None])
+def rounded_weights(logits: Array, units: Array, top: Array, counts: Array) -> Array:
+    """exp(logits - top), where counts are not 0: times units rounded to e4m3, in a power of two for each row."""
+    in_units = logits * np.log2(np.e) + np.log2(units)
+    greatest = np.max(in_units, axis=-1, where=counts > 0, initial=-1e300, keepdims=True)
+    shift = np.round(greatest) - 5
+    p = e4m3(np.exp2(np.minimum(in_units - shift, 9))).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(counts > 0, p * np.exp2(shift - np.log2(units) - top * np.log2(np.e)), 0)
 
 
 def normed(turned: Array, q: Array, eps: float) -> Array:

@@ -25,6 +25,7 @@ from typing import Any
 from kernels.variants import VARIANTS
 
 from .. import clocks
+from ..arguments import count, file
 from ..machine import scheduler
 from ..machine.hazards import Fault
 from ..machine.timeline import lines, plot
@@ -59,21 +60,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("kernel", metavar="KERNEL", help="a key of kernels/variants.py, or a part of one")
     parser.add_argument("--case", choices=cases.CASES, default="tiles", help="what to run on (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="what the scheduler does; without, it gives everybody a turn")
-    parser.add_argument("--processors", type=int, help="how many CTAs at most (default: as the case says)")
-    parser.add_argument("--ptx", type=Path, help="run this PTX in place of the build's")
+    parser.add_argument("--processors", type=count, help="how many CTAs at most (default: as the case says)")
+    parser.add_argument("--ptx", type=file, help="run this PTX in place of the build's")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
     )
     parser.add_argument("--time", action="store_true", help="show clocks, of a tile of rows that sees many keys")
     parser.add_argument("--account", action="store_true", help="show what bounds its steady state, by the clocks")
     long_run = "with --time or --account: "
-    parser.add_argument("--keys", type=int, default=1280, help=long_run + "how many, of each source (%(default)s)")
-    parser.add_argument("--queries", type=int, help=long_run + "how many (a tile of rows, or two queries)")
-    parser.add_argument("--heads", type=int, help=long_run + "how many (a tile of rows)")
+    parser.add_argument("--keys", type=count, default=1280, help=long_run + "how many, of each source (%(default)s)")
+    parser.add_argument("--queries", type=count, help=long_run + "how many (a tile of rows, or two queries)")
+    parser.add_argument("--heads", type=count, help=long_run + "how many (a tile of rows)")
     parser.add_argument(
         "--orders", action="store_true", help="instead, whether every order of events ends, from one run"
     )
-    parser.add_argument("--tail", type=int, metavar="N", help="print only the last N lines of the timeline")
+    parser.add_argument("--tail", type=count, metavar="N", help="print only the last N lines of the timeline")
     return parser
 
 

@@ -487,7 +487,7 @@ def plan_seen_slots(
 
 
 def plan_key_codes(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
-    """What makes codes of keys, or finds their greatest numbers."""
+    """The launch that makes codes of keys."""
     given, at = ctypes.byref(filled("KeyCodesShape", **shape)), addressed("key_codes", addresses)
     return planned("key_codes", given, ctypes.c_int32(tile_m), at)
 

@@ -22,6 +22,7 @@ from typing import Any
 from kernels.abi import FewRowsProduct, Forward, MhaBackward, MlaBackward, Probabilities, RowColumns, RowScores
 from kernels.variants import VARIANTS
 
+from ..arguments import count
 from ..machine import scheduler
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="only kernels whose keys have all of these")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=count, default=2, help="how many at a time (default: %(default)s)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found into this JSON")
     args = parser.parse_args(argv)
     start, found = time.monotonic(), list[dict[str, Any]]()

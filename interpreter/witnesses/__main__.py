@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from ..arguments import count
 from ..machine.rules import Rule
 from .catalogue import CLOCKED, WITNESSES, Witness
 from .recording import NotRecorded, recording, version
@@ -55,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="WORD", help="run only witnesses whose names have one of these")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--quick", action="store_true", help=f"run only {', '.join(QUICK)}")
-    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, help="orders of events (default: as each says)")
+    parser.add_argument("--jobs", type=count, default=2, help="how many at a time (default: %(default)s)")
+    parser.add_argument("--seeds", type=count, help="orders of events (default: as each says)")
     parser.add_argument("--rules", action="store_true", help="find the rules of the manual that each breaks")
     parser.add_argument("--faults", action="store_true", help=f"plant faults in {', '.join(PLANTED)}")
     parser.add_argument("--time", action="store_true", help="show clocks; with --record docs/clocks.json, keep them")

@@ -45,7 +45,11 @@ def bench(
         if flashmla_path is not None or with_cudnn_frontend:
             print("--from measures nothing, so it has no use for --flashmla or --cudnn-frontend.", file=out)
             return 2
-        results = json.loads(Path(source).read_text(encoding="utf-8"))
+        try:
+            results = read(source)
+        except ValueError as e:
+            print(e, file=out)
+            return 2
         results["rows"] = [row for row in results["rows"] if wanted(row["suite"], row["name"])]
         if not results["rows"]:
             print(f"No row of {source} matches.", file=out)
@@ -78,6 +82,44 @@ def bench(
     if plot_path is not None:
         plot.draw(results, plot_path)
     return 0
+
+
+_RESULTS = {"date": str, "versions": dict, "devices": list, "rows": list}
+_NUMBER = (int, float)
+_ROW: dict[str, Any] = {"suite": str, "name": str, "times": dict, "skipped": dict}
+_ROW |= dict.fromkeys(("flops", "bytes", "matmul_flops_per_s", "copy_bytes_per_s"), _NUMBER)
+_TIMES = {"seconds": _NUMBER, "rounds": list}
+
+
+def read(source: str) -> dict[str, Any]:
+    """Results of a file that `bench --json` wrote.
+
+    Raises:
+      ValueError: it holds something else.
+      OSError: it cannot be read.
+    """
+
+    def check(x: Any, what: str, fields: Mapping[str, Any]) -> None:
+        if not isinstance(x, dict):
+            raise ValueError(f"{source}: {what}: got {type(x).__name__}, wanted an object, as `bench --json` writes it")
+        for name, kind in fields.items():
+            if not isinstance(x.get(name), kind):
+                got = type(x[name]).__name__ if name in x else "nothing"
+                raise ValueError(f"{source}: {what}: {name}: got {got}, wanted what `bench --json` writes")
+
+    try:
+        results = json.loads(Path(source).read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{source}: got no JSON ({e}), wanted what `bench --json` writes") from e
+    check(results, "results", _RESULTS)
+    for i, row in enumerate(results["rows"]):
+        check(row, f"row {i}", _ROW)
+        if row["suite"] not in SUITES:
+            raise ValueError(f"{source}: row {i}: suite: got {row['suite']}, wanted {' or '.join(SUITES)}")
+        for name, times in row["times"].items():
+            check(times, f"row {i}: times of {name}", _TIMES)
+    found: dict[str, Any] = results
+    return found
 
 
 def _measure(

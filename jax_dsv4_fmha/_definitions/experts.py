@@ -34,8 +34,6 @@ class PackedExperts:
     Attributes:
       data: uint8 `[e, rows / 64, columns / 64, 2176]`: in tiles of 64 rows and slabs of 64 columns, codes and scales.
       factor: float32 `[e]`, that an expert's matrix is multiplied by: a power of two.
-      rows: of each matrix: channels that a product makes; of a gated one, gates and what they let through.
-      columns: channels that a product takes.
       gated: whether rows are pairs of a gate and what it lets through.
 
     Examples:
@@ -48,14 +46,22 @@ class PackedExperts:
 
     data: Array
     factor: Array
-    rows: int = field(metadata=STATIC)
-    columns: int = field(metadata=STATIC)
     gated: bool = field(metadata=STATIC)
 
     @property
     def experts(self) -> int:
         """How many there are."""
         return self.data.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """The channels that a product makes; of a gated matrix, gates and what they let through."""
+        return self.data.shape[1] * TILE
+
+    @property
+    def columns(self) -> int:
+        """The channels that a product takes."""
+        return self.data.shape[2] * SLAB
 
     def unpacked(self) -> Array:
         """The matrices in float32, `[e, rows, columns]`, gated ones `[e, 2, rows / 2, columns]`: gates first."""
@@ -138,29 +144,38 @@ def pack_experts(codes: Array, scales: Array) -> PackedExperts:
     axes = "e gates rows groups" if gated else "e rows groups"
     scales = _check.operand(op, "scales", scales, axes, dims, (jnp.dtype("uint8"),))
     data, factor = _packed(codes, scales, gated=gated)
-    return PackedExperts(data, factor, rows * (1 + gated), columns, gated)
+    return PackedExperts(data, factor, gated)
 
 
 @functools.partial(jax.jit, static_argnames="gated")
 def _packed(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+    """Expert by expert, so that what is between takes no more memory than one of them."""
     e, columns = codes.shape[0], codes.shape[-1] * 2
-    codes, scales = codes.reshape(e, -1, columns // 2), scales.reshape(e, -1, columns // GROUP)
-    # e tile warp upper g | slab step khi t: a byte has the two codes of a pair, in the halves of a word
-    x = _in_tiles(codes, gated).reshape(e, -1, 4, 2, 8, columns // SLAB, 4, 2, 4)
-    x = x.transpose(0, 1, 5, 2, 4, 8, 6, 7, 3).reshape(e, -1, columns // SLAB, *_WORDS, 4).astype(jnp.uint32)
+
+    def one(of_expert: tuple[Array, Array]) -> tuple[Array, Array]:
+        return _packed_one(*of_expert, gated)
+
+    return jax.lax.map(one, (codes.reshape(e, -1, columns // 2), scales.reshape(e, -1, columns // GROUP)))
+
+
+def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+    columns = codes.shape[-1] * 2
+    # tile warp upper g | slab step khi t: a byte has the two codes of a pair, in the halves of a word
+    x = _in_tiles(codes[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 4, 2, 4)
+    x = x.transpose(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, columns // SLAB, *_WORDS, 4).astype(jnp.uint32)
     words = jnp.zeros(x.shape[:-1], jnp.uint32)
     for j, (low, sign) in enumerate(FIELDS):
         for half in (0, 1):
             code = x[..., j] >> 4 * half & 15
             words |= ((code & 7) << low | code >> 3 << sign) << 16 * half
-    of_codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:3], CODES)
+    of_codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:2], CODES)
     # a scale is kept as the exponent of 2^126 times it: raw numbers are 2^-126 of what they stand for
-    greatest = scales.max((1, 2)).astype(jnp.int32)
+    greatest = scales.max().astype(jnp.int32)
     above = jnp.where(greatest == 255, 0, jnp.maximum(greatest - GREATEST_SCALE, 0))
-    kept = jnp.clip(scales.astype(jnp.int32) + 126 - above[:, None, None], 0, 254)
+    kept = jnp.clip(scales.astype(jnp.int32) + 126 - above, 0, 254)
     kept = jnp.where(scales == 255, 255, kept).astype(jnp.uint8)
-    s = _in_tiles(kept, gated).reshape(e, -1, 4, 2, 8, columns // SLAB, 2).transpose(0, 1, 5, 2, 4, 3, 6)
-    data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:3], SLAB_BYTES - CODES)], -1)
+    s = _in_tiles(kept[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 2).transpose(0, 4, 1, 3, 2, 5)
+    data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:2], SLAB_BYTES - CODES)], -1)
     return data, jnp.ldexp(1.0, above)
 
 

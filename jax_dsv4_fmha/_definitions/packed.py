@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _check
-from .rounding import straight_through
+from .rounding import packable, straight_through
 
 D = 512
 
@@ -111,7 +111,7 @@ class Layout:
     @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of any
     def encode(self, entries: jax.Array) -> Parts:
         """The parts, uint8 `[…, width]`, of entries `[…, d]`."""
-        batch = entries.shape[:-1]
+        batch, entries = entries.shape[:-1], packable(entries)
         values = _as_rounded(entries[..., : self.packed])
         codes, scales = self.encode_groups(values.reshape(*batch, self.packed // self.group, self.group))
         rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
@@ -340,6 +340,7 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
     Raises:
       ValueError, TypeError: entries or a layout that differ from the above.
+      NotImplementedError: a derivative in the entries. So does whatever packs entries, such as `Cache.append`.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -22,8 +22,7 @@ from .sources import ROWS, Part, SelectionSource, SpanSource
 class CachedSource:
     """The entries of a cache in some slots, which a span or a selection then counts.
 
-    Products of e4m3 take them: entries become codes in one unit for a sequence, so they are read sequence by sequence,
-    and what other sequences have in the same pool has no say in it.
+    Products of e4m3 take them: entries become codes, of each sequence's own, and no other entry of a pool is read.
 
     Attributes:
       pool: as `Cache.pool` makes it.

@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from .. import _check
 from .._host import library
 from .op import Call, KernelUse
-from .support import built
+from .support import Support, built, explaining
 
 _LOG = logging.getLogger("jax_dsv4_fmha")
 
@@ -69,7 +69,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
 
     It traces f and neither compiles nor runs it, so arguments may be `jax.ShapeDtypeStruct`. "Here" is JAX's default
     backend and this process's devices. A mesh counts as traced: where it shards heads, devices may run the kernel for
-    fewer heads. Calls with implementation="reference" leave no mark and are not listed.
+    fewer heads. Calls with implementation="reference" leave no mark and are not listed. Where a call insists on a
+    kernel of this version that is not built in, and so is an error, the reason says so.
 
     Args:
       f: any function that JAX can trace, jitted or not. A function that is not jitted must close over arguments that
@@ -89,7 +90,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
     """
     if not callable(f):
         raise _check.error(TypeError, "explain", "f", f, "a function that JAX can trace")
-    traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
+    with explaining(True):
+        traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
     counts = Counter(_decided(call, shapes) for call, shapes in _marks(traced.jaxpr))
     return [decision._replace(times=n) for decision, n in counts.items()]
 
@@ -112,10 +114,15 @@ def _warn(text: str) -> None:
 def _decided(call: Call, shapes: Sequence[Any]) -> Decision:
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     is_kernel = call.use == KernelUse.INSISTED_ON_CUDA or (call.use == KernelUse.ON_CUDA and platform == "cuda")
+    option, value = call.insisted_by
     if not is_kernel:
         reason = _why_reference(call)
+    elif call.support is not None and not call.support.built:
+        reason = f"{option}={value} insists on it, so the call is an error: {_missing(call.support)}"
     elif call.use == KernelUse.INSISTED_ON_CUDA and platform != "cuda":
-        reason = f"'cubin' was asked for; compiling it for {platform} is an error, exporting it for cuda is not"
+        reason = (
+            f"{option}={value} insists on it; compiling it for {platform} is an error, exporting it for cuda is not"
+        )
     else:
         assert call.support is not None
         reason = f"{_listed(_launched(call, shapes))}, built for {_listed(call.support.built)}: {call.support.got}"
@@ -160,9 +167,7 @@ def _why_reference(call: Call) -> str:
         return f"{what} {support.got}" + ("" if is_gradient else f"; built {built(support.kernels)}")
     here, kernels, archs = library.local_architectures(), " and ".join(support.kernels), " and ".join(support.built)
     if not archs:
-        missing = f"for {' and '.join(support.shipped)} " if library.variants() else ""
-        would_be = f"on {' and '.join(support.shipped)} it would be {kernels}: {support.got}"
-        return f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`); {would_be}"
+        return _missing(support)
     if here and not set(here) & set(support.built):
         return f"{kernels}: built for {archs}, and this process has {' and '.join(here)}"
     if here and not set(here) <= set(support.built):
@@ -170,6 +175,14 @@ def _why_reference(call: Call) -> str:
     if call.use == KernelUse.NEVER:
         return f"the forward pass has no kernel here, so neither has the gradient ({support.got})"
     return f"JAX compiles for {jax.default_backend()} here; on {archs} it would be {kernels}: {support.got}"
+
+
+def _missing(support: Support) -> str:
+    """Which kernels are not built in."""
+    archs = " and ".join(support.shipped)
+    missing = f"for {archs} " if library.variants() else ""
+    would_be = f"on {archs} it would be {' and '.join(support.kernels)}: {support.got}"
+    return f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`); {would_be}"
 
 
 def _marks(jaxpr: Any) -> Iterator[tuple[Call, Sequence[Any]]]:

@@ -20,10 +20,10 @@ from .support import Support, not_built
 def choose(op: str, implementation: _check.Implementation | None, support: Support) -> KernelUse:
     """Where a call uses the kernels that take its operands."""
     if implementation == "cubin":
-        if not support.built:
+        if not support.is_there:
             raise not_built(op, "implementation", f"'cubin' for {support.got}", support.wanted, support.kernels)
         here = library.local_architectures()
-        has_one = not here or set(here) & set(support.built)
+        has_one = not here or not support.built or set(here) & set(support.built)
         return KernelUse.INSISTED_ON_CUDA if has_one else KernelUse.INSISTED_IN_EXPORTS
     if not support.built:
         return KernelUse.NEVER
@@ -48,7 +48,8 @@ def lowered(call: Call, *operands: jax.Array) -> Arrays:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     operands = (explain.chosen.bind(operands[0], call=call, shapes=shapes), *operands[1:])
     reference = functools.partial(op.reference, **params)
-    if op.kernel is None or call.use == KernelUse.NEVER:
+    is_missing = call.use.is_insisted and call.support is not None and not call.support.built  # for `explain`
+    if op.kernel is None or call.use == KernelUse.NEVER or is_missing:
         return reference(*operands)
     axes = varying(operands)
     run = functools.partial(op.kernel, **params)
@@ -58,7 +59,7 @@ def lowered(call: Call, *operands: jax.Array) -> Arrays:
 
     def refuse(*operands: jax.Array) -> Arrays:
         results = tuple((x.shape, x.dtype) for x in jax.eval_shape(run, *operands))
-        return vary(_not_cuda.bind(*operands, op=op.name, results=results), axes)
+        return vary(_not_cuda.bind(*operands, call=call, results=results), axes)
 
     def if_exported(*operands: jax.Array) -> Arrays:
         return tuple(_exported.bind(*operands, call=call, then=on_cuda, otherwise=otherwise))
@@ -79,9 +80,9 @@ _not_cuda.def_abstract_eval(
 )
 
 
-def _lower_refusal(ctx: Any, *_: Any, op: str, **__: Any) -> Any:
-    platforms = " or ".join(ctx.module_context.platforms)
-    raise _check.error(ValueError, op, "implementation", f"'cubin' on platform {platforms}", "platform cuda")
+def _lower_refusal(ctx: Any, *_: Any, call: Call, **__: Any) -> Any:
+    platforms, (option, value) = " or ".join(ctx.module_context.platforms), call.insisted_by
+    raise _check.error(ValueError, call.op.name, option, f"{value} on platform {platforms}", "platform cuda")
 
 
 mlir.register_lowering(_not_cuda, _lower_refusal)
@@ -103,8 +104,9 @@ def _lower_exported(
     run = then if ctx.module_context.lowering_parameters.for_export else otherwise
     if run is None:
         assert call.support is not None
-        got, wanted = f"'cubin' on {', '.join(library.local_architectures())}", "a kernel that is built for it"
-        raise not_built(call.op.name, "implementation", got, wanted, call.support.kernels)
+        option, value = call.insisted_by
+        got, wanted = f"{value} on {', '.join(library.local_architectures())}", "a kernel that is built for it"
+        raise not_built(call.op.name, option, got, wanted, call.support.kernels)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -107,6 +107,11 @@ class Call(NamedTuple):
     support: Support | None = None
     """None where the op has no kernel at all"""
 
+    @property
+    def insisted_by(self) -> tuple[str, str]:
+        """The option by which a caller insists on the kernel, and its value."""
+        return ("batch_invariant", "True") if self.op.batch_invariant else ("implementation", "'cubin'")
+
 
 def axis_names(x: Axes, ndim: int) -> tuple[str, ...]:
     """A name for each of ndim axes; several batch axes are b0, b1, …"""

@@ -92,7 +92,7 @@ def _ordered_support_of(op: str, q: jax.Array, sources: Sequence[Source], got: s
             row, got = None, f"{got}, {first.keys.shape[2]} KV heads"
     archs = tuple(x for x in _shipped(row, PLAIN, q) if x in ORDERED_ON) if row else ()
     support = Support(got, (row.op,) if row else (), archs, packing=(row and row.packing) or "")
-    if not support.built:
+    if not support.is_there:
         known = dict.fromkeys(LISTED.get(x, rows[0]).op for x, rows in FORWARD.items())
         wanted = f"operands of a kernel that sums in the canonical order, on {' or '.join(ORDERED_ON)}"
         raise not_built(op, "batch_invariant", f"True for {got}", wanted, tuple(known))
@@ -159,7 +159,8 @@ def _goes_inside(mode: AttentionMode, inside: Sequence[AttentionMode], q: jax.Ar
     if not mode.fits(q) or _are_ordered(inside):
         return False
     without, within = (_kernel_mode(x) for x in (inside, [*inside, mode]))
-    return any(_made_alike(q, name_of(row.op, within), name_of(row.op, without), here) for row in rows)
+    row, _ = _first_shipped(rows, without, q)  # others serve where this is not built
+    return row is not None and _made_alike(q, name_of(row.op, within), name_of(row.op, without), here)
 
 
 def _made_alike(q: jax.Array, name: str, other: str, archs: Sequence[str]) -> bool:

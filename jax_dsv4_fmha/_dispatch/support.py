@@ -3,8 +3,13 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 from .. import _check
 from .._host import library
+
+explaining = jax.make_user_context(False)
+"""whether a function is traced for `explain`, which says so where a kernel is missing that a call insists on"""
 
 
 class Support(NamedTuple):
@@ -26,6 +31,11 @@ class Support(NamedTuple):
     def built(self) -> tuple[str, ...]:
         """the architectures that all are built in for"""
         return tuple(arch for arch in self.shipped if arch in library.architectures())
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a call may insist on them: they are built in, or this is for `explain`."""
+        return bool(self.shipped if explaining.value else self.built)
 
 
 def not_built(op: str, name: str, got: Any, wanted: str, kernels: Collection[str]) -> Exception:

@@ -19,8 +19,8 @@ A mode may change them:
 
 - rotary: q is before its norm and RoPE, and o is after RoPE back. After the sink comes a table float32 `[b, s_q, 64]`,
   cos and sin of each pair in turn.
-- precision: keys are codes, float8_e4m3fn, as `key_codes` makes them, of 640 bytes for "e4m3_bf16_rope". After the sink
-  comes float32 `[b]`: a power of two that the codes of a batch entry's keys are multiplied with.
+- precision: keys are codes, float8_e4m3fn, as `key_codes` makes them: of 528 bytes, or 656 for "e4m3_bf16_rope", with
+  each key's unit at its end.
 - order "few_heads": `mla_span_fwd` with at most `FEW_HEADS` heads over kv `[b, s_kv, d]`, in `mla_sparse_fwd`'s order.
 - order "by_columns": two kernels share out keys and then columns of few queries.
 """

@@ -73,8 +73,7 @@ def dsv4_decode(
       batch_invariant: as in `fmha`. The bits are then those of `dsv4_attention` over the same keys; with packed caches
         and at most 32 heads they are those of packed caches alone.
       precision: for a chunk of a prompt, of 64 queries at least: as in `dsv4_attention`, straight from
-        the bytes of caches in any layout, or from bfloat16. The unit of a sequence's entries is that of those which its
-        queries may see, so no other sequence has a say in it. Steps of fewer queries wait for keys, not for products:
+        the bytes of caches in any layout, or from bfloat16. Steps of fewer queries wait for keys, not for products:
         they take None.
 
     Returns:

@@ -169,7 +169,7 @@ def in_groups(
     alive = None
     if cache is not None and compressed_kv is not None and precision is not None:
         alive = jnp.broadcast_to(jnp.arange(dims["s_c"], dtype=jnp.int32), (b, dims["s_c"]))
-        if far is not None:  # entries that no query may see have no say in the unit of a sequence
+        if far is not None:  # entries that no query may see are not read
             may_be_seen = (start.min(1, keepdims=True) <= alive) & (alive < stop.max(1, keepdims=True))
             alive = jnp.where(may_be_seen, alive, -1)
     if cache is not None and compressed_kv is not None and (precision is None or implementation == "reference"):
@@ -179,7 +179,7 @@ def in_groups(
         slots = cache.slots(indices)
         compressed_kv = cache.pool()
         if implementation == "reference":
-            compressed_kv, indices = cache.take(alive), jnp.where(slots < 0, -1, indices)
+            compressed_kv, indices = cache.take(), jnp.where(slots < 0, -1, indices)
     if implementation == "reference":
         assert not isinstance(compressed_kv, Cache)
         seen: dict[str, Any] = {"window": window, "ratio": ratio, "indices": indices, "q_offset": first}

@@ -90,14 +90,10 @@ def fused_moe(
         return experts.of_experts(x, w13, w2, chosen, weights, limit=limit)
     support = _support(x, e)
     use = choose(op, implementation, support)
-    params = (("limit", limit), ("of13", _static(w13)), ("of2", _static(w2)))
+    params = (("limit", limit),)
     arrays = (x, chosen, weights, *(a[None] for w in (w13, w2) for a in (w.data, w.factor)))
     (y,) = without_gradient(Call(_FUSED_MOE, use, params, support), *arrays)
     return y
-
-
-def _static(w: PackedExperts) -> tuple[int, int, bool]:
-    return w.rows, w.columns, w.gated
 
 
 def _support(x: jax.Array, e: int) -> Support:
@@ -107,13 +103,15 @@ def _support(x: jax.Array, e: int) -> Support:
     return Support(got, ("group_rows", "grouped_product"), archs if fits else ())
 
 
-def _definition(x: Any, chosen: Any, weights: Any, *ws: Any, limit: float, of13: Any, of2: Any) -> Arrays:
-    w13, w2 = (PackedExperts(ws[2 * i][0], ws[2 * i + 1][0], *of) for i, of in enumerate((of13, of2)))
+def _definition(x: Any, chosen: Any, weights: Any, *ws: Any, limit: float) -> Arrays:
+    data13, factor13, data2, factor2 = (w[0] for w in ws)
+    w13, w2 = PackedExperts(data13, factor13, gated=True), PackedExperts(data2, factor2, gated=False)
     return (experts.of_experts(x, w13, w2, chosen, weights, limit=limit),)
 
 
-def _kernel(x: Any, chosen: Any, weights: Any, *ws: Any, limit: float, of13: Any, of2: Any) -> Arrays:
-    inner, arrays = of2[1], (w[0] for w in ws)
+def _kernel(x: Any, chosen: Any, weights: Any, *ws: Any, limit: float) -> Arrays:
+    arrays = [w[0] for w in ws]
+    inner = PackedExperts(arrays[2], arrays[3], gated=False).columns
     y, places = raw.fused_moe(x, chosen, weights, *arrays, inner=inner, limit=limit, format=FORMAT)
     there = jnp.where(places < 0, len(y), places)
     parts = jnp.take(y, there, 0, mode="fill", fill_value=0)

@@ -79,7 +79,7 @@ def prompt_or_chunk(cache: Any, start: Any, lengths: Any, segment_ids: Any, zigz
     for name, x in (("zigzag", zigzag), ("segment_ids", segment_ids)):
         if cache is not None and x is not None:
             raise _check.error(ValueError, _OP, name, x, "None with a cache")
-    if cache is None and (lengths is not None or not (isinstance(start, int) and start == 0)):
+    if cache is None and (lengths is not None or type(start) is not int or start != 0):
         raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
 
 
@@ -93,11 +93,16 @@ def beside(x: jax.Array, name: str, of_tokens: Any) -> tuple[jax.Array, Any]:
     return x, of_tokens
 
 
-def steps(cache: LayerCache, x: jax.Array) -> None:
+def steps(layer: LayerShape, cache: LayerCache, x: jax.Array, is_causal: Any) -> None:
     """Raises if there are more new tokens than a cache was made for."""
-    for state in (cache.tokens, cache.key_tokens):
-        if isinstance(state, RunningSums) and x.shape[1] > state.capacity:
-            raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
+    _check.flags(_OP, is_causal=is_causal)
+    of_sums = [x.capacity for x in (cache.tokens, cache.key_tokens) if isinstance(x, RunningSums)]
+    for most in (cache.window.capacity - layer.window + bool(is_causal), *of_sums):
+        if isinstance(most, int) and isinstance(x.shape[1], int) and x.shape[1] > most:
+            wanted = (
+                f"at most {most} tokens, {'' if is_causal else 'with is_causal=False fewer than '}the cache's steps"
+            )
+            raise _check.error(ValueError, _OP, "x", x, wanted)
 
 
 def trained(layer: LayerShape, out: Any) -> None:

@@ -244,7 +244,7 @@ class DSV4Attention(LayerShape):
         b, s = _checks.operands(self, params, x, cache, shared, indices)
         options = {"implementation": implementation, "batch_invariant": batch_invariant}
         x, indices = _checks.beside(x, "indices", indices)
-        _checks.steps(cache, x)
+        _checks.steps(self, cache, x, is_causal)
         _checks.fits_cache(self, cache, "lengths", lengths)
         known = {"lengths": lengths} if start is None else {"lengths": lengths, "start": start}
         rows = {name: jnp.broadcast_to(_check.offset(_OP, name, n, {"b": b}), (b,)) for name, n in known.items()}

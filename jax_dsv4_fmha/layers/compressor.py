@@ -140,6 +140,7 @@ class Compressor:
             are then in their own order if whole, else in that order.
         """
         x = self._checked(params, x)
+        _check.flags(_OP, whole=whole)
         order = Order.checked(_OP, zigzag, x.shape[1], self.ratio)
         tokens, (b, s, _) = product(x, params["w"]), x.shape
         if not explicit_axes.divide(tokens, 1, self.ratio):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _check
 from .._definitions import explicit_axes
 from .._definitions.cache import Cache
 from .._definitions.pytree import public_pytree
@@ -38,6 +39,7 @@ class RunningSums:
     @classmethod
     def zeros(cls, b: int, steps: int, d: int) -> "RunningSums":
         """Makes the state of sequences that have not begun."""
+        b, steps, d = (_check.positive("RunningSums", *x) for x in (("b", b), ("steps", steps), ("d", d)))
         shapes = ((b, steps, 2 * d), (b, 3, d))
         tokens, sums = (jnp.zeros(shape, jnp.float32) for shape in shapes)
         return cls(tokens, sums, jnp.zeros((b, 1), jnp.int32))

@@ -44,7 +44,7 @@ class Rope:
 
     Raises:
       ValueError, TypeError: numbers that make no frequencies: dims below 2 or odd, theta not above 1, factor below 1,
-        or, with a factor, no `original` or a beta not above 0.
+        a beta not above 0, `original` below 0, or 0 with a factor.
 
     Examples:
       >>> from jax_dsv4_fmha.layers import Rope
@@ -64,10 +64,9 @@ class Rope:
             raise _check.error(ValueError, "Rope", "dims", self.dims, "an even int >= 2")
         _check.number("Rope", "theta", self.theta, "a finite number > 1", lambda x: x > 1)
         _check.number("Rope", "factor", self.factor, "a finite number >= 1", lambda x: x >= 1)
-        if self.factor > 1:
-            _check.positive("Rope", "original", self.original)
-            for name in ("beta_fast", "beta_slow"):
-                _check.number("Rope", name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
+        _check.integer("Rope", "original", self.original, 1 if self.factor > 1 else 0)
+        for name in ("beta_fast", "beta_slow"):
+            _check.number("Rope", name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
 
     def frequencies(self) -> np.ndarray:
         """float32 `[dims / 2]`, in radians a token."""

@@ -79,7 +79,7 @@ def from_state_dict(
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
-        bits is not e4m3, or has no scales or those of other blocks; another tensor has scales.
+        bits is not e4m3, or has no scales, those of other blocks, or NaN or inf among them; another tensor has scales.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
 
     Examples:
@@ -203,6 +203,8 @@ def _to_numpy(name: str, x: Any, dtypes: Sequence[str], wanted: str) -> np.ndarr
 
 def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """x times the scales of its blocks."""
+    if not np.isfinite(scale).all():
+        raise _check.error(ValueError, _OP, name, "scales that are NaN or inf", "finite ones")
     for block in (128, 32):
         if x.ndim == 2 and scale.shape == tuple(-(-n // block) for n in x.shape):
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)

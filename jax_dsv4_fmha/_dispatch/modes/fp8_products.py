@@ -21,7 +21,7 @@ from .base import Attention, AttentionMode, Keys
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("precision",))
 @dataclasses.dataclass(frozen=True)
 class Fp8Products(AttentionMode):
-    """Keys become codes in one unit for each batch entry. Packed keys are a `CachedSource`.
+    """Keys become codes, each in a unit of its own. Packed keys are a `CachedSource`.
 
     Attributes:
       precision: one of `e4m3.PRODUCTS`.
@@ -56,22 +56,8 @@ class Fp8Products(AttentionMode):
         return attention
 
     def keys(self, q: jax.Array, sources: Sequence[Source]) -> Keys:
-        """Codes and the unit of each batch entry's, float32 [b]; no key is in memory in between."""
-        found = [_located(source) for source in sources]
-        how = [(*_in_pool(pool, slots, packing), packing) for _, pool, slots, packing in found]
-        of_all = min(slots.shape[0] for _, slots, _ in how)  # 1 where a pool is among them: all sequences have one unit
-        top, first = jnp.zeros(of_all, jnp.int32), []
-        for pool, slots, packing in how:
-            rope = self.precision == e4m3.BF16_ROPE
-            codes, taken, top = key_codes.key_codes(pool, slots.reshape(of_all, -1), top, packing=packing, rope=rope)
-            first.append((codes, taken))
-        made = []
-        for (part, *_), (pool, slots, packing), x in zip(found, how, first, strict=True):
-            (codes,) = key_codes.key_codes_again(pool, slots.reshape(of_all, -1), top, *x, packing=packing)
-            made.append(dataclasses.replace(part, keys=codes.reshape(*slots.shape, -1)))
-        unit = e4m3.unit_of(jax.lax.bitcast_convert_type(top, jnp.float32)[:, None], axes=1)
-        units = jnp.broadcast_to(unit.reshape(-1), (q.shape[0],))
-        return Keys(made, (units,), ("key_codes", "key_codes_again"))
+        """Codes, each key's with its unit; no key is in memory in between."""
+        return Keys([_in_codes(source, self.precision == e4m3.BF16_ROPE) for source in sources], (), ("key_codes",))
 
 
 def wanted(op: str, precision: str | None, q: jax.Array, batch_invariant: bool) -> list[AttentionMode]:
@@ -91,6 +77,12 @@ def wanted(op: str, precision: str | None, q: jax.Array, batch_invariant: bool) 
     if batch_invariant:
         raise _check.error(ValueError, op, "precision", precision, "None with batch_invariant=True")
     return [Fp8Products(precision)]
+
+
+def _in_codes(source: Source, rope: bool) -> Part:
+    part, pool, slots, packing = _located(source)
+    codes = key_codes.key_codes(*_in_pool(pool, slots, packing), packing=packing, rope=rope)
+    return dataclasses.replace(part, keys=codes)
 
 
 def _located(source: Source) -> tuple[Part, jax.Array, jax.Array, str]:

@@ -140,6 +140,6 @@ def _checked(op: str, table: Any, dims: Mapping[str, Any]) -> jax.Array:
 
     def fits(x: Any) -> bool:
         shaped = x.dtype == jnp.float32 and x.ndim == 3 and x.shape[0] in (1, b) and x.shape[1] == s_q
-        return bool(shaped and x.shape[2] % 2 == 0 and x.shape[2] <= d)
+        return bool(shaped and x.shape[2] % 2 == 0 and 2 <= x.shape[2] <= d)
 
-    return _check.array(op, "rope.table", table, f"float32[b={b} or 1, s_q={s_q}, n], n even and at most {d}", fits)
+    return _check.array(op, "rope.table", table, f"float32[b={b} or 1, s_q={s_q}, n], n even, from 2 to {d}", fits)

@@ -1,15 +1,14 @@
-"""Keys as products of e4m3 take them: from the bytes of a cache, or from bfloat16, to codes in one unit of a sequence.
+"""Keys as products of e4m3 take them: from the bytes of a cache, or from bfloat16, to codes, each in a unit of its own.
 
-    key_codes         codes[b, i] = e4m3(x / u)      x: entry slots[b, i] of the pool, as its layout means it
-    key_codes_again   the same, where u was not the unit of all keys
+    codes[b, i] = e4m3(x / u), u     x: entry slots[b, i] of the pool, as its layout means it
 
-The unit is a power of two of the greatest finite |x| of a sequence, which nobody knows before all keys are read. So a
-CTA of `key_codes` takes the greatest so far: `top[b]`, which it raises to that of its own keys. It says what it took.
-Where that is not the unit in the end, mostly of CTAs that began before others, `key_codes_again` makes its codes anew.
+The unit u of a key is a power of two by which its greatest finite |x| is between 128 and 256, or the nearest to that
+from 2^-64 to 2^48: so the logs of the units that a row of scores meets are not so far apart that float32 loses a sum.
 
-A key is read once, as it is packed, and written once, in 512 bytes. With `rope` the last 64 of x / u follow in
-bfloat16, which has them exactly: 128 bytes more. Both kernels are bound by memory. A warp has a few keys, whose loads
-are under way together, and a lane 16 neighbouring numbers of each. A key in a slot below 0 is neither read nor written.
+A key is read once, as it is packed, and written once: 512 bytes, with `rope` the last 64 of x / u in bfloat16, which
+has them exactly, 128 bytes more, and its unit, in bfloat16 and 16 bytes. The kernel is bound by memory. A warp has a
+few keys, whose loads are under way together, and a lane 16 neighbouring numbers of each. A key in a slot below 0 is
+neither read nor written.
 """
 
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass.memory import SmemAllocator
 
-from kernels.abi import KeyCodes
+from kernels.abi import UNIT_BYTES, KeyCodes
 from kernels.aot import Compiled
 from kernels.lib.fp8_rows import write_words
 from kernels.lib.launch import Kernel, i32, pointers
@@ -37,7 +35,7 @@ from kernels.lib.ptx import (
     to_e4m3,
     warp_max_u32,
 )
-from kernels.lib.rows import WARP, ceil_div, divide, load, store
+from kernels.lib.rows import WARP, ceil_div, divide, load
 
 D = 512
 ROPE = 64  # the last of them
@@ -45,7 +43,8 @@ NUMBERS = D // WARP  # of a key, that a lane has
 INFINITY = 0x7F800000  # bits of a float32
 NAN = 0x7FC00000
 TOP = 7  # log2 of the least that the greatest number is in its unit
-LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
+LEAST_UNIT, GREATEST_UNIT = -64, 48  # as exponents
+GREATEST = 127 + GREATEST_UNIT + 8 << 23 | 0x600000  # bits of 448 such units
 FIRST_BYTE = 0x0404  # makes the bytes 0, code, 0, code of a word's lowest one
 
 
@@ -53,29 +52,25 @@ FIRST_BYTE = 0x0404  # makes the bytes 0, code, 0, code of a word's lowest one
 class Config:
     dtype: str  # of keys that are not packed
     packing: str  # of `packed.FORMATS`; "" where they are not
-    is_again: bool
     rope: bool
     threads: int = 256
-    tile_n: int = 4  # keys of a warp
-
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    @property
-    def smem_bytes(self) -> int:
-        """A number of each warp, and one of all."""
-        return 0 if self.is_again else 4 * (self.warps + 1)
+    tile_n: int = 2  # keys of a warp
+    smem_bytes: int = 0
 
     @property
     def tile_m(self) -> int:
         """Keys of a CTA."""
-        return self.warps * self.tile_n
+        return self.threads // WARP * self.tile_n
+
+    @property
+    def unit(self) -> int:
+        """Where a key's unit is in what is made of it."""
+        return D + 2 * ROPE * self.rope
 
     @property
     def row_bytes(self) -> int:
         """The bytes that are made of a key."""
-        return D + 2 * ROPE * self.rope
+        return self.unit + UNIT_BYTES
 
     @property
     def form(self) -> Format | None:
@@ -99,8 +94,6 @@ class Config:
 class Arrays(NamedTuple):
     keys: cute.Pointer  # bytes: bfloat16 [rows, D], or pages
     slots: cute.Pointer  # int32 [b, n]
-    top: cute.Pointer  # int32 [b]: bits of the greatest |x| so far
-    taken: cute.Pointer  # int32 [b, CTAs of a sequence]: what each found there, or had itself
     codes: cute.Pointer  # bytes [b, n, row_bytes]
 
 
@@ -119,8 +112,6 @@ class KeyCodesKernel(Kernel):
         self,
         keys: cute.Pointer,
         slots: cute.Pointer,
-        top: cute.Pointer,
-        taken: cute.Pointer,
         codes: cute.Pointer,
         b: Int32,
         n: Int32,
@@ -129,46 +120,19 @@ class KeyCodesKernel(Kernel):
         stream: cuda.CUstream,
     ):
         ctas = b * ceil_div(n, Int32(self.config.tile_m))
-        self.launch(Arrays(keys, slots, top, taken, codes), Extents(b, n, page, page_bytes), ctas=ctas, stream=stream)
+        self.launch(Arrays(keys, slots, codes), Extents(b, n, page, page_bytes), ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP)
-        cta = cute.arch.block_idx()[0]
-        sequence, part = divide(cta, ceil_div(n.n, Int32(c.tile_m)))
-        first, taken = part * c.tile_m + warp * c.tile_n, arrays.taken + cta
-        if cutlass.const_expr(c.is_again):
-            top = load(arrays.top + sequence)
-            if exponent_of(load(taken)) != exponent_of(top):
-                slots, numbers = self.slots_and_numbers(arrays, n, sequence, first, lane)
-                self.write(arrays, n, sequence, first, slots, numbers, top, lane)
-        else:
-            slots, numbers = self.slots_and_numbers(arrays, n, sequence, first, lane)
-            most = Int32(0)
-            for i in cutlass.range_constexpr(c.tile_n):
-                for j in cutlass.range_constexpr(NUMBERS):
-                    size = bits_of(numbers[j, i]) & 0x7FFFFFFF
-                    most = cutlass.max(most, size if size < INFINITY else Int32(0))
-            tops = SmemAllocator().allocate_tensor(Int32, cute.make_layout(c.warps + 1), 4)
-            tops[warp] = Int32(warp_max_u32(Uint32(most)))
-            cute.arch.sync_threads()
-            if warp == 0:
-                most = Int32(warp_max_u32(Uint32(tops[lane % c.warps])))
-                if lane == 0:
-                    most = cutlass.max(most, cute.arch.atomic_max(arrays.top + sequence, most))
-                    tops[c.warps] = most
-                    store(taken, most)
-            cute.arch.sync_threads()
-            self.write(arrays, n, sequence, first, slots, numbers, tops[c.warps], lane)
-
-    def slots_and_numbers(self, arrays: Arrays, n: Extents, sequence: Int32, first: Int32, lane: Int32) -> tuple:
-        """Where a warp's keys are, -1 for none, and a lane's numbers of each."""
-        slots = cute.make_rmem_tensor(self.config.tile_n, Int32)
-        numbers = cute.make_rmem_tensor((NUMBERS, self.config.tile_n), Float32)
+        sequence, part = divide(cute.arch.block_idx()[0], ceil_div(n.n, Int32(c.tile_m)))
+        first = part * c.tile_m + warp * c.tile_n
+        slots = cute.make_rmem_tensor(c.tile_n, Int32)
+        numbers = cute.make_rmem_tensor((NUMBERS, c.tile_n), Float32)
         self.read_slots(slots, arrays, n, sequence, first)
         self.read(numbers, arrays, n, slots, lane)
-        return slots, numbers
+        self.write(arrays, n, sequence, first, slots, numbers, lane)
 
     @cute.jit
     def read_slots(self, slots: cute.Tensor, arrays: Arrays, n: Extents, sequence: Int32, first: Int32):
@@ -186,20 +150,28 @@ class KeyCodesKernel(Kernel):
         first: Int32,
         slots: cute.Tensor,
         numbers: cute.Tensor,
-        top: Int32,
         lane: Int32,
     ):
-        """Codes of a warp's keys in the unit of this top."""
-        inverse = power_of_two(2 * 127 + TOP - exponent_of(top))
-        for i in cutlass.range_constexpr(self.config.tile_n):
+        """What is made of a warp's keys."""
+        c = self.config
+        exponents = cute.make_rmem_tensor(c.tile_n, Int32)
+        for i in cutlass.range_constexpr(c.tile_n):
+            exponents[i] = exponent_of(numbers[None, i])
+        for i in cutlass.range_constexpr(c.tile_n):
+            inverse = power_of_two(2 * 127 + TOP - exponents[i])
             words = cute.make_rmem_tensor(NUMBERS // 4, Uint32)
             for j in cutlass.range_constexpr(NUMBERS // 4):
-                words[j] = to_e4m3(*(finite(numbers[4 * j + k, i]) * inverse for k in range(4)))
+                words[j] = to_e4m3(*(up_to(numbers[4 * j + k, i], GREATEST) * inverse for k in range(4)))
             if slots[i] >= 0:
-                row = arrays.codes + (Int64(sequence) * n.n + first + i) * self.config.row_bytes
+                row = arrays.codes + (Int64(sequence) * n.n + first + i) * c.row_bytes
                 write_words(words, row + lane * NUMBERS, NUMBERS // 4)
-                if cutlass.const_expr(self.config.rope):
+                if cutlass.const_expr(c.rope):
                     write_rope(numbers[None, i], inverse, row + D, lane)
+                if lane == 0:
+                    unit = cute.make_rmem_tensor(UNIT_BYTES // 4, Uint32)
+                    unit.fill(0)
+                    unit[0] = Uint32((exponents[i] - TOP) << 7)  # of bfloat16
+                    write_words(unit, row + c.unit, UNIT_BYTES // 4)
 
     @cute.jit
     def read(self, numbers: cute.Tensor, arrays: Arrays, n: Extents, slots: cute.Tensor, lane: Int32):
@@ -270,18 +242,24 @@ class KeyCodesKernel(Kernel):
             words[i] = pairs[i]
 
     def examples(self, variant: KeyCodes) -> tuple:
-        return *pointers("bfloat16", "bytes", "int32", "int32", "int32", "bytes"), *[i32()] * 4
-
-
-def exponent_of(top: Int32) -> Int32:
-    """The biased exponent of the greatest number, as the unit has it."""
-    return cutlass.max(top >> 23, Int32(127 + LEAST_EXPONENT))
+        return *pointers("bfloat16", "bytes", "int32", "bytes"), *[i32()] * 4
 
 
 @cute.jit
-def finite(x: Float32) -> Float32:
-    """x, or NaN if it is infinite."""
-    return x if bits_of(x) & 0x7FFFFFFF < INFINITY else float_of(Int32(NAN))
+def exponent_of(numbers: cute.Tensor) -> Int32:
+    """The biased exponent of a key's greatest finite number, of which a lane has some, as its unit has it."""
+    most = Int32(0)
+    for j in cutlass.range_constexpr(NUMBERS):
+        size = bits_of(numbers[j]) & 0x7FFFFFFF
+        most = cutlass.max(most, size if size < INFINITY else Int32(0))
+    exponent = Int32(warp_max_u32(Uint32(most))) >> 23
+    return cutlass.min(cutlass.max(exponent, Int32(127 + TOP + LEAST_UNIT)), Int32(127 + TOP + GREATEST_UNIT))
+
+
+@cute.jit
+def up_to(x: Float32, limit: cutlass.Constexpr) -> Float32:
+    """x, or NaN if its size has greater bits than this."""
+    return x if bits_of(x) & 0x7FFFFFFF <= limit else float_of(Int32(NAN))
 
 
 @cute.jit
@@ -291,7 +269,7 @@ def write_rope(numbers: cute.Tensor, inverse: Float32, place: cute.Pointer, lane
     if before >= 0:
         words = cute.make_rmem_tensor(NUMBERS // 2, Uint32)
         for j in cutlass.range_constexpr(NUMBERS // 2):
-            words[j] = round_pair(*(finite(numbers[2 * j + k]) * inverse for k in range(2)), BFloat16)
+            words[j] = round_pair(*(up_to(numbers[2 * j + k], INFINITY - 1) * inverse for k in range(2)), BFloat16)
         write_words(words, place + before * (2 * NUMBERS), NUMBERS // 2)
 
 
@@ -310,5 +288,4 @@ def read_words(words: cute.Tensor, source: cute.Pointer, count: int) -> None:
 
 
 def compile(variant: KeyCodes, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.packing, variant.op == "key_codes_again", variant.rope)
-    return KeyCodesKernel(config).compile(variant, out_dir)
+    return KeyCodesKernel(Config(variant.dtype, variant.packing, variant.rope)).compile(variant, out_dir)

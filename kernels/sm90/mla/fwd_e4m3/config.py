@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from kernels.abi import UNIT_BYTES
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, registers_at_launch
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.wgmma import SLAB
@@ -23,7 +24,7 @@ class Config:
 
     threads = 4 * WARPGROUP  # producers, the scores, and two halves of O's columns
     warps_of_q = 2  # of four producers; the others gather keys
-    registers = (40, 104, 184)  # of a thread, in that order
+    registers = (32, 112, 184)  # of a thread, in that order
     launch_options = {"min_blocks_per_mp": 1}  # noqa: RUF012
 
     @property
@@ -42,12 +43,22 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a key, and of a row of q in SMEM: codes, and RoPE's numbers."""
+        """The bytes of a row in SMEM, of keys and of q: codes, and RoPE's numbers."""
         return self.d + 2 * self.rope
 
     @property
+    def key_bytes(self) -> int:
+        """The bytes of a key, which its unit ends."""
+        return self.row_bytes + UNIT_BYTES
+
+    @property
     def words(self) -> int:
-        """Numbers of two bytes in a key, which `Selection` copies."""
+        """Numbers of two bytes in a key, which `Selection` counts."""
+        return self.key_bytes // 2
+
+    @property
+    def unit(self) -> int:
+        """Where a key's unit is among these."""
         return self.row_bytes // 2
 
     @cached_property
@@ -56,8 +67,8 @@ class Config:
         tiles = rows + self.tile_m * self.stages_k * self.tile_n
         given = 2 * self.d * self.staged * self.warps_of_q
         numbers = 4 * (self.stages_k * (self.tile_m + WARPGROUP // 32) + 2 * 2 * self.tile_m)
-        absent = -(-8 * self.stages_k // 16) * 16
-        infos = absent + 4 * 2 * (2 + PUBLISHED) + 16  # with what 16-byte alignment adds
+        of_keys = -(-8 * self.stages_k // 16) * 16 + self.tile_n * self.stages_k
+        infos = of_keys + 4 * 2 * (1 + PUBLISHED) + 16  # with what 16-byte alignment adds
         return tiles + given + numbers + infos + 8 * (2 * (self.stages_q + self.stages_k + 2 + 2) + self.stages_k)
 
     def __post_init__(self):

@@ -1,14 +1,15 @@
 """Attention for Hopper over a latent that is both K and V, head dimension 512, by products of e4m3.
 
-Keys come as codes of e4m3, 512 bytes each, in one unit for all keys of a batch entry, and are gathered as they are. q
-is bfloat16, and is rounded here, in a unit for each row. Where RoPE is kept, its 64 numbers follow a key's codes in
-bfloat16, in the same unit, and those of q are as exact: their products are added to the scores last.
+Keys come as codes of e4m3, 512 bytes each, and are gathered as they are. Each has a unit of its own, a power of two in
+bfloat16, in 16 bytes at the end of its row. q is bfloat16, and is rounded here, in a unit for each row. Where RoPE is
+kept, its 64 numbers follow a key's codes in bfloat16, in the same unit, and those of q are as exact: their products are
+added to the scores last.
 
     two warps  q rounded, up to two row tiles ahead
                    | q full                                            ^ q empty
     two warps  keys, with cp.async, and which of them are absent: a ring of tiles of 64
                    | k full                                            ^ k empty
-    scores     S = Q K', the next tile's under the softmax of this one; P to SMEM
+    scores     S = Q K', the next tile's under the softmax of this one; P, in the units of its keys, to SMEM
                    | p full, with factors for the sums before          ^ k empty
     products   O' += V' P', a half of the columns each
 
@@ -20,17 +21,18 @@ registers, the left operand. Its keys come in the order that they have in an acc
 
 **Sums.** A sum of e4m3 products keeps some 14 bits, so those of a tile are summed apart, and added in float32.
 
-**P** is rounded in units of powers of two. The reference of a row is an integer exponent, and rises only when P would
-leave the range of e4m3. So a factor is mostly 1, and always exact.
+**P** is multiplied with the unit of its key, since O is a sum over codes, and rounded. The reference of a row is an
+integer exponent, and rises only when such a product would leave the range of e4m3. So a factor is mostly 1, and always
+exact. The sum that the softmax divides by is of P without units.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, Uint32
 from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 
@@ -41,11 +43,13 @@ from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.ptx import (
     arrive_if,
+    bits_of,
     copy_once_or_zero,
     copy_or_zero,
     float_of,
     fma_bf16x2,
     keep,
+    load_shared_four,
     max_abs_bf16x2,
     max_u32,
     permute_bytes,
@@ -80,13 +84,9 @@ NAN, MINUS_ZERO = 0x7FFF7FFF, 0x80008000  # pairs of bfloat16
 LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit is a number
 SLAB_BYTES = 128  # of a row
 LOW, HIGH = 0x6420, 0x7531  # permutations: the even bytes, the odd ones
-
-
-class Units(NamedTuple):
-    """What scores are multiplied with, besides the unit of a row of q."""
-
-    scale_log2: Float32
-    of_keys: cute.Pointer  # float32 [b]
+ONE = 0x3F80  # as bfloat16
+INVERSE = 0x7F000000  # less the bits of a power of two, those of its inverse
+OF_INTEGER, TO_EXPONENT = 0x4B000000, 8388735.0  # the bits of 2^23, to which integers are added, and 2^23 + 127
 
 
 def product(n: int, source: Any) -> cute.TiledMma:
@@ -107,6 +107,7 @@ class Scores:
     scores: cute.Tensor  # of every other tile
     scale: cute.Tensor  # of each row
     ref: cute.Tensor  # the exponent that P is relative to
+    top: cute.Tensor  # the greatest log of P in the units of keys, of this thread's columns of a tile
     sum: cute.Tensor  # of this thread's columns
     factor: cute.Tensor
 
@@ -117,7 +118,7 @@ class Scores:
         if smem.q_rope is not None:
             mma = tiled_mma(BFloat16, 64, K_MAJOR)
             of_rope = mma, operand_a(mma, smem.q_rope), operand_b(mma, smem.k_rope)
-        rows = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(4))
+        rows = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(5))
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row = row_of(thread, 0)
         row_of_p = keep(row * 64 + row // 2 % 4 * 16 + thread % 4 * 4)
@@ -139,11 +140,10 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
         return q, o
 
-    def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Units:
-        return Units(scale_log2, table)
-
     @cute.kernel
-    def kernel(self, q: cute.Pointer, o: cute.Pointer, sources: tuple, results: RowResults, units: Units, n: Extents):
+    def kernel(
+        self, q: cute.Pointer, o: cute.Pointer, sources: tuple, results: RowResults, scale_log2: Float32, n: Extents
+    ):
         c = self.config
         operands = tuple(source[-1] for source in sources)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -157,9 +157,9 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(producer)
             if warp < WARPS - c.warps_of_q:
-                self.gather(bar, smem, operands, units, n)
+                self.gather(bar, smem, operands, n)
             else:
-                self.round_queries(bar, smem, q, units, n)
+                self.round_queries(bar, smem, q, scale_log2, n)
         elif warp < 2 * WARPS:
             cute.arch.setmaxregister_decrease(scores)
             self.score(bar, smem, results, n)
@@ -170,7 +170,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     # ---- producers
 
     @cute.jit
-    def gather(self, bar: Barriers, smem: Shared, operands: tuple, units: Units, n: Extents):
+    def gather(self, bar: Barriers, smem: Shared, operands: tuple, n: Extents):
         """Loads the keys of every row tile of this CTA, and says what they are. A warp has 32 keys of a tile."""
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -180,32 +180,44 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
             opened = tuple(open_selection(x, tile, c.tile_n, c.words) for x in operands)
-            of_keys, tiles = load(units.of_keys + tile.batch), total_tiles(opened)
+            tiles = total_tiles(opened)
             self.prefetch_entry(opened, after, Int32(0), warp)
             if warp == 0:
                 info = filled(bar.info, wave)
                 info.wait_empty()
                 with cute.arch.elect_one():
                     tile.publish(smem.info[None, wave & 1])
-                    smem.tiles[wave & 1], smem.of_keys[wave & 1] = tiles, of_keys
+                    smem.tiles[wave & 1] = tiles
                     info.arrive_full()
             for t in cutlass.range(tiles, unroll=1):
                 now.store(after.load())
                 on_source(opened, t, mark_absent, now, warp)
                 self.prefetch_entry(opened, after, t + 1, warp)
-                state = filled(bar.k, fill + t)
+                keys, state = with_keys(opened, t).keys, filled(bar.k, fill + t)
+                unit = self.unit_of(keys, now[0])
                 state.wait_empty()
-                self.copy_keys(smem, with_keys(opened, t).keys, now[0], state.index, warp)
+                self.copy_keys(smem, keys, now[0], state.index, warp)
                 state.copy_full()
                 absent = Uint32(cute.arch.vote_ballot_sync(now[0] < 0))
+                smem.inverse[lane % 2, lane // 2 % 4, warp * 4 + lane // 8, state.index] = Uint8(254 - (unit >> 7))
                 if lane == 0:
                     smem.absent[warp, state.index] = absent
+                cute.arch.sync_warp()
                 arrive_if(state.full, Int32(lane == 0))
             fill = fill + tiles
 
     def prefetch_entry(self, opened: tuple, entry: cute.Tensor, t: Int32, warp: Int32) -> None:
         """entry <- the list's entry for this lane's key of tile t."""
         on_source(opened, t, read_entry, entry, warp)
+
+    @cute.jit
+    def unit_of(self, keys: cute.Pointer, index: Int32) -> Int32:
+        """The bits of a key's unit in bfloat16, which is 1 where the index is negative."""
+        unit = Int32(ONE)
+        if index >= 0:
+            place = keys + (Int64(index) * self.config.words + self.config.unit)
+            unit = Int32(load(cute.recast_ptr(place, dtype=Uint16)))
+        return unit
 
     @cute.jit
     def copy_keys(self, smem: Shared, keys: cute.Pointer, index: Int32, stage: Int32, warp: Int32):
@@ -217,7 +229,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
         target0 = smem.k.iterator.toint() + stage * (c.tile_n * c.d) + of_warp
         for i in cutlass.range_constexpr(WARP // each):
             key = cute.arch.shuffle_sync(index, i * each + row0)
-            source = keys.toint() + Int64(cutlass.max(key, Int32(0))) * c.row_bytes + chunk * 16
+            source = keys.toint() + Int64(cutlass.max(key, Int32(0))) * c.key_bytes + chunk * 16
             size = Int32(16) if key >= 0 else Int32(0)
             of_chunk = i * (each * SLAB_BYTES) + (chunk ^ row0 ^ i * each % 8) * 16
             for slab in cutlass.range_constexpr(c.d // SLAB_BYTES):
@@ -227,16 +239,15 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 copy_or_zero(rope + of_chunk, source + c.d, size)
 
     @cute.jit
-    def round_queries(self, bar: Barriers, smem: Shared, q: cute.Pointer, units: Units, n: Extents):
+    def round_queries(self, bar: Barriers, smem: Shared, q: cute.Pointer, scale_log2: Float32, n: Extents):
         """Rounds q of every row tile of this CTA, ahead of its use."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - (WARPS - c.warps_of_q)
         scheduler = self.tile_scheduler(n)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile, state = scheduler.tile(wave), filled(bar.q, wave)
-            scale = units.scale_log2 * load(units.of_keys + tile.batch)
             state.wait_empty()
-            self.round_q(smem, q, tile, scale, state.index, warp)
+            self.round_q(smem, q, tile, scale_log2, state.index, warp)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             arrive_if(state.full, Int32(cute.arch.lane_idx() == 0))
@@ -332,26 +343,28 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             if tiles > 0:
                 first = s.others()
                 self.issue(s, bar, first, wave, fill)
-                self.receive(bar, smem, first, fill)
+                self.receive(s, bar, smem, first, fill)
                 s.scores.store(first.load())
                 for pair in cutlass.range((tiles - 1) // 2, unroll=1):
                     others, after, t = s.others(), s.others(), fill + 2 * pair
+                    inverse = self.inverse_units(s, bar, smem, t)
                     self.issue(s, bar, others, wave, t + 1)
-                    self.hand_over(s, bar, smem, s.scores, t)
-                    self.receive(bar, smem, others, t + 1)
+                    self.hand_over(s, bar, smem, s.scores, inverse, t)
+                    self.receive(s, bar, smem, others, t + 1)
+                    inverse = self.inverse_units(s, bar, smem, t + 1)
                     self.issue(s, bar, after, wave, t + 2)
-                    self.hand_over(s, bar, smem, others, t + 1)
-                    self.receive(bar, smem, after, t + 2)
+                    self.hand_over(s, bar, smem, others, inverse, t + 1)
+                    self.receive(s, bar, smem, after, t + 2)
                     s.scores.store(after.load())
                 fill = fill + tiles
                 if tiles % 2 == 0:
-                    others = s.others()
+                    others, inverse = s.others(), self.inverse_units(s, bar, smem, fill - 2)
                     self.issue(s, bar, others, wave, fill - 1)
-                    self.hand_over(s, bar, smem, s.scores, fill - 2)
-                    self.receive(bar, smem, others, fill - 1)
-                    self.hand_over(s, bar, smem, others, fill - 1)
+                    self.hand_over(s, bar, smem, s.scores, inverse, fill - 2)
+                    self.receive(s, bar, smem, others, fill - 1)
+                    self.hand_over(s, bar, smem, others, self.inverse_units(s, bar, smem, fill - 1), fill - 1)
                 else:
-                    self.hand_over(s, bar, smem, s.scores, fill - 1)
+                    self.hand_over(s, bar, smem, s.scores, self.inverse_units(s, bar, smem, fill - 1), fill - 1)
             cute.arch.sync_warp()
             arrive_if(q.empty, Int32(lane == 0))
             self.finish(s, bar, smem, wave, results, n)
@@ -371,24 +384,40 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             multiply(mma, scores, q[None, None, None, wave & 1], keys[None, None, None, state.index])
 
     @cute.jit
-    def receive(self, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
-        """Waits for the scores of a tile, so that nothing is under way, and masks them."""
+    def receive(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
+        """Waits for the scores of a tile, so that nothing is under way, and makes them logs of P times the units of
+        keys, to the base 2; -inf for absent keys."""
         state, absent = filled(bar.k, fill), cute.make_rmem_tensor(self.config.tile_n // WARP, Uint32)
         cute.autovec_copy(smem.absent[None, state.index], absent)
         warpgroup.wait_group(0)
         arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
+        x, inverse = by_row(scores), self.inverse_units(s, bar, smem, fill)
+        for i in cutlass.range_constexpr(cute.size(x, mode=[1])):
+            unit = float_of(INVERSE - inverse_unit(inverse, i))
+            for r in cutlass.range_constexpr(ROWS):
+                x[r, i] = x[r, i] * unit * s.scale[r]
         mask_absent(scores, absent)
+        s.top.fill(-Float32.inf)
+        for i in cutlass.range_constexpr(cute.size(x, mode=[1])):
+            exponent = TO_EXPONENT - float_of(inverse_unit(inverse, i) >> 23 | Int32(OF_INTEGER))
+            for r in cutlass.range_constexpr(ROWS):
+                s.top[r] = cute.arch.fmax(s.top[r], x[r, i] + exponent)
+
+    def inverse_units(self, s: Scores, bar: Barriers, smem: Shared, fill: Int32) -> tuple[Int32, ...]:
+        """The biased exponents of the inverse units of a thread's keys in a tile, four in a word. Its place is not
+        filled anew before P of these keys has been read, so they are read again and not kept."""
+        stage = filled(bar.k, fill).index
+        four = load_shared_four(smem.inverse.iterator.toint() + stage * self.config.tile_n + s.thread % 4 * 16)
+        return tuple(map(bits_of, four))
 
     @cute.jit
-    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
+    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, inverse: tuple, fill: Int32):
         """Scores -> P in SMEM, and factors of what was summed before."""
         lane, scores = cute.arch.lane_idx(), by_row(scores)
+        place = filled(bar.p, fill)  # free, as the keys of these scores came in the place of those that it was of
         rose = Int32(0)
         for r in cutlass.range_constexpr(ROWS):
-            a, b = scores[r, 0], scores[r, 1]
-            for i in cutlass.range_constexpr(2, cute.size(scores, mode=[1]), 2):
-                a, b = cute.arch.fmax(a, scores[r, i]), cute.arch.fmax(b, scores[r, i + 1])
-            top = cute.arch.warp_reduction_max(cute.arch.fmax(a, b), threads_in_group=4) * s.scale[r]
+            top = cute.arch.warp_reduction_max(s.top[r], threads_in_group=4)
             is_above = top > s.ref[r] + LIMIT
             ref = (top + TO_INTEGER) - (TO_INTEGER + HEAD) if is_above else s.ref[r]
             rose = rose | Int32(is_above)
@@ -396,15 +425,18 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             s.ref[r] = ref
             a, b = s.sum[r] * s.factor[r], Float32(0.0)
             for i in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
-                scores[r, i] = exp2(scores[r, i] * s.scale[r] - ref)
-                scores[r, i + 1] = exp2(scores[r, i + 1] * s.scale[r] - ref)
+                scores[r, i] = exp2(scores[r, i] - ref)
+                scores[r, i + 1] = exp2(scores[r, i + 1] - ref)
                 a, b = a + scores[r, i], b + scores[r, i + 1]
             s.sum[r] = a + b
+        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            unit = float_of(INVERSE - inverse_unit(inverse, i))
+            for r in cutlass.range_constexpr(ROWS):
+                scores[r, i] = scores[r, i] * unit
         words = cute.make_rmem_tensor((4, ROWS), Uint32)
         for r in cutlass.range_constexpr(ROWS):
             for j in cutlass.range_constexpr(4):
                 words[j, r] = Uint32(keep(Int32(to_e4m3(*(scores[r, 4 * j + k] for k in range(4))))))
-        place = filled(bar.p, fill)  # free, as the keys of these scores came in the place of those that it was of
         smem.rose[s.warp, place.index] = Int32(cute.arch.vote_any_sync(rose != 0))
         row = row_of(s.thread, 0)
         target = smem.p.iterator.toint() + place.index * (64 * 64) + s.row_of_p
@@ -420,14 +452,14 @@ class MlaFwdE4m3Sm90(ForwardKernel):
     def finish(self, s: Scores, bar: Barriers, smem: Shared, wave: Int32, results: RowResults, n: Extents):
         """What O is multiplied with, with the sink; lse, without it, goes to memory. Without keys: 0 and -inf."""
         state, boxed = filled(bar.sums, wave), BoxedRows.of(n, 0, s.thread, True)
-        tile, of_keys = RowTile.read(smem.info[None, wave & 1], n), smem.of_keys[wave & 1]
+        tile = RowTile.read(smem.info[None, wave & 1], n)
         state.wait_empty()
         for r in cutlass.range_constexpr(ROWS):
             total = cute.arch.warp_reduction_sum(s.sum[r], threads_in_group=4)
             exists, query, head = tile.place(boxed, r)
             sees = total != 0.0
             whole = total + exp2((load(results.sink + head) - s.ref[r] * LN_2) * LOG2_E)
-            factor = cute.arch.rcp_approx(whole) * of_keys if sees else Float32(0.0)
+            factor = cute.arch.rcp_approx(whole) if sees else Float32(0.0)
             lse = (cute.math.log2(total, fastmath=True) + s.ref[r]) * LN_2
             if s.thread % 4 == 0:
                 smem.sums[row_of(s.thread, r), wave & 1] = factor
@@ -532,6 +564,12 @@ def in_own_registers(acc: cute.Tensor) -> None:
     words = cute.recast_tensor(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), Int32)
     for i in range(cute.size(words)):
         words[i] = keep(words[i])
+
+
+def inverse_unit(exponents: tuple[Int32, ...], i: int) -> Int32:
+    """The bits of the inverse unit of a thread's i-th key."""
+    word, place = exponents[i // 4], i % 4 * 8
+    return (word << 23 - place if place < 23 else word >> 1) & 0x7F800000
 
 
 def read_entry(x: Selection, t: Int32, entry: cute.Tensor, warp: Int32) -> None:

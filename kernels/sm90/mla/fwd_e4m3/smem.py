@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -61,9 +61,9 @@ class Shared:
     rose: cute.Tensor  # (warp, stage of p): whether a factor of its rows is not 1
     sums: cute.Tensor  # (64, row tile & 1)
     scale: cute.Tensor  # (64, row tile & 1): of the scores of a row
-    of_keys: cute.Tensor  # (row tile & 1): the unit of keys
     tiles: cute.Tensor  # (row tile & 1): how many tiles of keys
     absent: cute.Tensor  # (word, stage of k): a bit for every key, whether it is absent
+    inverse: cute.Tensor  # (parity, pair, eight keys, stage of k): biased exponents of the inverse units of keys
     info: cute.Tensor  # (PUBLISHED, row tile & 1)
 
     @staticmethod
@@ -75,6 +75,9 @@ class Shared:
 
         def of_rope(*shape: int) -> cute.Tensor | None:
             return tile(slab_layout(BFloat16, *shape), BFloat16) if c.rope else None
+
+        # a thread of the scores has two of every eight columns
+        by_thread = cute.make_layout((2, 4, c.tile_n // 8, c.stages_k), stride=(1, c.tile_n // 4, 2, c.tile_n))
 
         def numbers(dtype: Any, *shape: int) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(shape), 16)
@@ -95,9 +98,9 @@ class Shared:
             numbers(Int32, WARPS, c.stages_k),
             numbers(Float32, c.tile_m, ROWS_BY_TURNS),
             numbers(Float32, c.tile_m, ROWS_BY_TURNS),
-            numbers(Float32, ROWS_BY_TURNS),
             numbers(Int32, ROWS_BY_TURNS),
             numbers(Uint32, c.tile_n // WARP, c.stages_k),
+            smem.allocate_tensor(Uint8, by_thread, 16),
             numbers(Int32, PUBLISHED, ROWS_BY_TURNS),
         )
         return Barriers.allocate(smem, c), shared
