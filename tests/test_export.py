@@ -145,7 +145,7 @@ def example_of(kind):
 
 
 STATIC = {"layout": "v41_fp4", "rules": frozenset({"segments", "compressed"}), "width": 7, "from_first": True,
-          "reach": 6, "eps": 1e-6}  # fmt: skip
+          "reach": 6, "eps": 1e-6, "gated": True}  # fmt: skip
 PUBLIC = {name: getattr(module, name) for module in (lib, layers) for name in module.__all__}
 PYTREES = {name: x for name, kind in PUBLIC.items() if isinstance(kind, type) and (x := example_of(kind)) is not None}
 
