@@ -178,7 +178,7 @@ def test_rope_is_kept_as_a_cache_has_it(layout):
 NEAR = Span.sliding_window(12, 5)
 HIDDEN = {  # how, and places of window keys and of entries, with which queries may still see these
     "below position 0": ({"window": NEAR.keys_from(-3)}, np.s_[:, :3], None, np.s_[:]),
-    "after a length": ({"window": NEAR & Span.lengths(jnp.array([5, 5], jnp.int32))}, np.s_[:, 5:], None, np.s_[:]),
+    "after a length": ({"window": NEAR & Span.lengths(np.array([5, 5], np.int32))}, np.s_[:, 5:], None, np.s_[:]),
     "outside of a span": ({"window": NEAR & Span(4, 12)}, np.s_[:, :4], None, np.s_[:]),
     "before the window": ({"window": 3}, np.s_[:, :2], None, np.s_[:, 4:]),
     "a later token": ({}, np.s_[:, 7:], None, np.s_[:, :7]),
