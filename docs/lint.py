@@ -3,6 +3,7 @@
 Nothing here runs a program of a page: `tests/test_docs.py` does. A function that yields complaints is a check.
 """
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -46,7 +47,7 @@ def named(page: Path) -> str:
 
 @check
 def generated() -> Iterator[str]:
-    """What stands between marks is what docs/generate.py writes there."""
+    """The text between marks is that which docs/generate.py writes there."""
     for page in GENERATE["PAGES"]:
         text = page.read_text()
         if GENERATE["generated"](text) != text:
@@ -94,6 +95,27 @@ def measured() -> Iterator[str]:
     for page in (*BRIEF, ROOT / "docs/layers.md", ROOT / "docs/performance.md"):
         for found in MEASURED.findall(GENERATE["MARKED"].sub("", page.read_text())):
             yield f"{named(page)}: {found} stands outside of what is generated"
+
+
+FRAGMENT = re.compile(r"(Of|By|What|Whether|Where|How|From|That)\b")
+
+
+def fragments(folder: Path) -> Iterator[str]:
+    """The docstrings of a folder's files whose first word says that they are no sentence and no phrase that names."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                docstring = ast.get_docstring(node) or ""
+                if found := FRAGMENT.match(docstring):
+                    line = f"{named(path)}:{node.body[0].lineno}"
+                    yield f"{line}: a docstring begins with {found[0]}, wanted a sentence or a noun phrase"
+
+
+@check
+def openings() -> Iterator[str]:
+    """Docstrings are read without the name above them: none is the rest of a sentence that the name would begin."""
+    for name in ("jax_dsv4_fmha", "kernels", "interpreter", "examples"):
+        yield from fragments(ROOT / name)
 
 
 TRIALS = {"forward": 120, "decode-fp8": 20, "gathering": 11, "backward": 9, "indexer": 5, "layers": 6}  # at least
@@ -283,7 +305,7 @@ def drawn() -> Iterator[str]:
 
 
 def luminance(color: str) -> float:
-    """Of WCAG 2, of a colour like "#4053d3"."""
+    """The relative luminance of WCAG 2, of a colour like "#4053d3"."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     r, g, b = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
@@ -291,7 +313,7 @@ def luminance(color: str) -> float:
 
 @check
 def contrast() -> Iterator[str]:
-    """By WCAG 2's ratio for text, on the page and on every box that has words."""
+    """Words stand out by WCAG 2's ratio for text, on the page and on every box that has them."""
     pairs = [("ink", "page"), ("on-softmax", "softmax"), *(("on", box) for box in ("load", "scores", "out", "store"))]
     for theme in ("light", "dark"):
         colors = {name: luminance(color[theme == "dark"]) for name, color in DRAW["COLORS"].items()}

@@ -73,7 +73,7 @@ def operand(
 
 
 def _is_decided(n: Any) -> bool:
-    """Whether it is known if a dimension is 0; it is not for some that `jax.export` leaves open."""
+    """True if it is known whether a dimension is 0; it is not for some that `jax.export` leaves open."""
     try:
         return isinstance(n >= 1, bool)
     except jax.errors.InconclusiveDimensionOperation:
@@ -237,8 +237,8 @@ def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:
 
 
 def narrow(x: Any) -> Any:
-    """As int32 a value that stands for an int: a dimension that `jax.export` leaves open, or one that `jax.jit` made 64
-    bits wide. Any other value unchanged.
+    """Makes int32 of a value that stands for an int: a dimension that `jax.export` leaves open, or one that `jax.jit`
+    made 64 bits wide. Any other value stays unchanged.
     """
     if jax.export.is_symbolic_dim(x) or (getattr(x, "weak_type", False) and x.dtype == jnp.int64):
         return jnp.clip(x, -(2**31), 2**31 - 1).astype(jnp.int32)

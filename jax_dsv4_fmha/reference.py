@@ -225,7 +225,7 @@ def _dsv4_attention(
     scale: float | None,
     products: str | None,
 ) -> Attention:
-    """What is seen of the window and of the entries is said by Spans, or by `window` and `ratio`."""
+    """Spans, or `window` and `ratio`, say what queries see of the window and of the entries."""
     s_q, d, q32 = q.shape[1], q.shape[3], q.astype(_FP32)
     scale = d**-0.5 if scale is None else scale
     if products is not None:

@@ -114,6 +114,12 @@ def test_a_figure_is_found(figure):
     assert find(f"It takes {figure} more.") and not find("128 bytes a clock, 160 keys, 5 × 1024 clocks")
 
 
+@pytest.mark.parametrize("docstring", ["Of o and lse.", "Whether: it is one.", "How many keys there are."])
+def test_a_fragment_is_found(docstring):
+    find = LINT["FRAGMENT"].match
+    assert find(docstring) and not find("Offsets of keys.") and not find("The keys that a query sees. Of one entry.")
+
+
 def test_a_tree_is_paths():
     lines = ["## The tree", "", "    a/    files/ of it", "      b/c/    more", "      b/{d,e}/   two", "    f/  g/"]
     found = LINT["tree"]("\n".join([*lines, "", "## Next", "    h/"]))

@@ -1,4 +1,4 @@
-"""What `python -m jax_dsv4_fmha bench` times: suites of rows, and how a row is measured."""
+"""The suites of rows that `python -m jax_dsv4_fmha bench` times, and the code that measures a row."""
 
 from . import attention, decode, devices, experts, gradient, indexer, layer, product, prompt, v41
 from .row import Suite

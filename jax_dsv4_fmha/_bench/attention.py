@@ -31,7 +31,7 @@ class AttentionRow(CallRow):
     @property
     @abstractmethod
     def keys(self) -> str:
-        """What a query sees, as a part of the name."""
+        """The keys that a query sees, in the words that the name has for them."""
 
     @property
     def heads(self) -> str:
@@ -39,7 +39,7 @@ class AttentionRow(CallRow):
 
     @property
     def kind(self) -> str:
-        """What is not usual of entries."""
+        """A part of the name for entries that are not usual; "" for bfloat16."""
         return "" if self.dtype == "bfloat16" else f" {self.dtype}"
 
     @property
@@ -49,7 +49,7 @@ class AttentionRow(CallRow):
     @property
     @abstractmethod
     def visible(self) -> int:
-        """How many keys the queries see altogether."""
+        """The number of pairs of a query and a key that it sees."""
 
     @property
     def flops(self) -> float:
@@ -68,7 +68,7 @@ class PromptRow(AttentionRow):
     @property
     @abstractmethod
     def key_rows(self) -> int:
-        """How many keys there are, of all batch entries and heads."""
+        """The number of keys in all batch entries and heads."""
 
     @property
     def bytes(self) -> float:
@@ -88,7 +88,7 @@ class PromptRow(AttentionRow):
         """The operands beside q and the sink."""
 
     def indices(self, keys: Iterator[jax.Array], topk: int, entries: int) -> Operands:
-        """For every query other entries; none where a query sees them all."""
+        """Draws other entries for every query; none where a query sees them all."""
         if not topk:
             return {}
         some = lambda key: jnp.argsort(jax.random.bits(key, (entries,)))[:topk]  # noqa: E731
@@ -97,7 +97,7 @@ class PromptRow(AttentionRow):
         return {"indices": indices.reshape(self.b, self.s_q, topk)}
 
     def seen(self, span: Span, s_kv: int) -> int:
-        """How many of s_kv keys the queries see altogether."""
+        """Counts the pairs of a query and one of s_kv keys that it sees in a span."""
         start, stop = (np.asarray(x, np.int64) for x in span.bounds(self.b, self.s_q, s_kv))
         return int(np.maximum(stop - start, 0).sum())
 
@@ -263,7 +263,7 @@ class LayerRow(PromptRow):
 
 @dataclass(frozen=True, kw_only=True)
 class E4m3Row(LayerRow):
-    """By products of e4m3; the peer "bfloat16" is our usual call, "bf16_rope" that whose scores keep RoPE."""
+    """A layer by products of e4m3; the peer "bfloat16" is our usual call, "bf16_rope" keeps RoPE in bfloat16."""
 
     @property
     def kind(self) -> str:

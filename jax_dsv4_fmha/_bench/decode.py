@@ -48,7 +48,7 @@ class DecodeRow(AttentionRow):
 
     @property
     def entries(self) -> int:
-        """Of the compressed cache."""
+        """The number of entries that a sequence has in the compressed cache."""
         return self.s_kv // self.ratio
 
     @property

@@ -32,7 +32,7 @@ _AXIS = "ring"
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesRow(Row):
-    """What `ours` does over so many devices, beside what one does."""
+    """A row that times `ours` over so many devices, beside one device."""
 
     devices: int = 2
     peers: tuple[str, ...] = field(default=("one",), compare=False)
@@ -42,17 +42,17 @@ class DevicesRow(Row):
         return 1
 
     def inputs(self, sets: int) -> list[Operands]:
-        """None: `programs` draws operands where they are to be."""
+        """There are none here: `programs` draws operands where they are to be."""
         return []
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
-        """None for the profiler, which adds up the kernels of all devices."""
+        """There are none, because the profiler would add up the kernels of all devices."""
         if (here := jax.device_count()) < self.devices:
             raise RuntimeError(f"needs {self.devices} devices, and JAX sees {here}")
         return {}
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
-        """Of one device, and "ours"."""
+        """The times of one device and of "ours"; none where there are too few devices."""
         if jax.device_count() < self.devices:
             return {}
         return {name: _clocked(run) for name, run in self.programs().items()}
@@ -146,14 +146,14 @@ class LongCacheRow(DevicesRow):
 
     @property
     def flops(self) -> float:
-        """Of scores, and of attention to the window and the chosen entries."""
+        """The operations of scores, and of attention to the window and the chosen entries."""
         seen = _of("sliding_window") + _of("index_topk")
         scores = 2.0 * _of("index_n_heads") * _of("index_head_dim") * self.entries
         return self.layers * self.b * (scores + 4.0 * _of("num_attention_heads") * _of("head_dim") * seen)
 
     @property
     def bytes(self) -> float:
-        """Of index keys, the window and the chosen entries."""
+        """The bytes of index keys, the window and the chosen entries."""
         seen = _of("sliding_window") + _of("index_topk")
         return 2.0 * self.layers * self.b * (self.entries * _of("index_head_dim") + seen * _of("head_dim"))
 

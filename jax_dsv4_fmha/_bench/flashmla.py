@@ -101,7 +101,7 @@ def takes(row: CallRow) -> CallRow | None:
 
 
 def _differs(theirs: Any, ours: Any) -> float:
-    """Of o."""
+    """The difference of the two o, by `numbers_differ`; lse is not compared."""
     return numbers_differ(from_torch(theirs[0]), ours[0])
 
 

@@ -32,7 +32,7 @@ class GradientRow(Row):
 
     @property
     def bytes(self) -> float:
-        """Also o, do and dq, and the gradients of keys."""
+        """The bytes of the forward pass, and those of o, do and dq, and of the gradients of keys."""
         x = self.attention
         return x.bytes + (x.b * x.s_q * x.h_q + x.key_rows) * 4.0 * x.d
 
@@ -54,7 +54,7 @@ class GradientRow(Row):
         return {function: compiled(function, f, inputs) for function, f in passes.items()}
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
-        """Of the backward pass by the contestants' names, and of both passes as `_name_of_both` has them."""
+        """The times of the backward pass by the contestants' names, and of both passes as `_name_of_both` has them."""
         alone: dict[str, Times] = {}
         passes: dict[str, Times] = {}
         for name, both in measured.items():
@@ -90,7 +90,7 @@ def _name_of_both(name: str) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """With the times of both passes, ours first."""
+    """A suite's table with the times of both passes, ours first."""
     names = {name for row in rows for name in row["times"] if name.split(" ")[0] == "both"}
     return tables.table(rows, sorted(names), "us: the backward pass alone, both: the forward one too")
 

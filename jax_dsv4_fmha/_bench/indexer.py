@@ -48,12 +48,12 @@ class IndexerRow(CallRow):
     @property
     @abstractmethod
     def result(self) -> str:
-        """What a call gives, as a part of the name."""
+        """The result of a call, in the words that the name has for it."""
 
     @property
     @abstractmethod
     def scored(self) -> str:
-        """What the scores are made of, as a part of the name."""
+        """The operands that scores are made of, in the words that the name has for them."""
 
     @property
     def result_bytes(self) -> float:
@@ -301,7 +301,7 @@ class AttendedRow(ChoiceRow):
 
     @property
     def bytes(self) -> float:
-        """Also rows of queries and o, and of keys."""
+        """The bytes of the indexer, and those of the rows of queries, o and keys."""
         read = self.b * self.s_q * self.h * 2 + self.b * (self.s_q + _WINDOW - 1 + self.s_c)
         return super().bytes + 2.0 * _ATTENTION_D * read
 

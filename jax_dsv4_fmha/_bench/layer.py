@@ -82,7 +82,7 @@ class LayerRow(Row):
 
     @property
     def bytes(self) -> float:
-        """Of matrices, x, y and cached keys."""
+        """The bytes of matrices, x, y and cached keys, for all passes."""
         layer = self.layer
         cached = layer.d * self._seen if self.is_step else 0
         return self.passes * 2.0 * (sum(self._matrices) + 2 * self.b * self.s_q * layer.hidden + cached)
@@ -93,7 +93,7 @@ class LayerRow(Row):
 
     @property
     def _seen(self) -> int:
-        """How many keys the queries see altogether."""
+        """The number of pairs of a query and a key that it sees."""
         layer, positions = self.layer, range(self.s_kv - self.s_q, self.s_kv)
         past = sum((p + 1) // self.ratio for p in positions) if self.ratio else 0
         if layer.indexer is not None:
@@ -168,7 +168,7 @@ class LayerRow(Row):
         return cache
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
-        """With the time of every part."""
+        """The measured times, with the time of every part in them."""
         return with_parts(measured, contestants)
 
 
@@ -256,7 +256,7 @@ class StackRow(Row):
         return Contestant(run, inputs, program.as_text() or "")
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
-        """With the time of every part; and by the host's clock in a CUDA graph, by XLA's defaults and STEP_OPTIONS."""
+        """The times and those of every part; and by the host's clock in a CUDA graph, by defaults and STEP_OPTIONS."""
         ((name, ours),) = contestants.items()
         rounds = len(measured[name]["rounds"])
         clocked = {}

@@ -48,7 +48,7 @@ class Contestant:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def module(self, name: str) -> str:
-        """What the profiler calls the program of the contestant of this name."""
+        """The name that the profiler has for the program of the contestant of this name; "" outside of XLA."""
         return "" if self.is_outside else f"jit_{name}"
 
 
@@ -108,7 +108,7 @@ def interleaved(contestants: Mapping[str, Contestant], rounds: int, named_by: st
 
 
 def _burst(contestant: Contestant) -> int:
-    """How many calls to make in a row."""
+    """The number of calls in a row that take about `_BURST_SECONDS`, from 3 to 20."""
     began = time.monotonic()
     contestant.wait([contestant.run(operands) for operands in contestant.sets[:2]][-1])
     return max(3, min(20, int(_BURST_SECONDS * 2 / (time.monotonic() - began))))

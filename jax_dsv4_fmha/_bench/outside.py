@@ -42,7 +42,7 @@ class Peer:
     most: float
 
     def contestant(self, row: Row, inputs: Sequence[Operands], ours: Contestant | None) -> Contestant | None:
-        """What is timed beside a row of ours, or None.
+        """The package's contestant beside a row of ours; None where it computes no such thing.
 
         Raises:
           ValueError: its result on the operands of ours is not ours.
@@ -106,7 +106,7 @@ def numbers_differ(theirs: jax.Array, ours: jax.Array) -> float:
 
 
 def choices_differ(theirs: jax.Array, ours: jax.Array) -> float:
-    """Which part of the entries that we chose they did not; equal scores may be chosen in either order."""
+    """The part of the entries that we chose and they did not; equal scores may be chosen in either order."""
     found, wanted = (np.asarray(x).reshape(-1, x.shape[-1]) for x in (theirs, ours))
     rows = np.arange(len(wanted))[:, None]
     chosen = np.zeros((len(wanted), max(found.max(), wanted.max()) + 2), bool)  # the last column is that of absent ones

@@ -56,7 +56,7 @@ class PromptRow(Row):
 
     @property
     def bytes(self) -> float:
-        """Of x, y, and the matrices once for each chunk."""
+        """The bytes of x and y, and those of the matrices once for each chunk."""
         return self.tokens / self.chunk * LayerRow(b=1, s_q=self.chunk, s_kv=self.chunk, ratio=self.ratio).bytes
 
     @property
@@ -64,11 +64,11 @@ class PromptRow(Row):
         return 1
 
     def inputs(self, sets: int) -> list[Operands]:
-        """Of a chunk: all chunks have the same x."""
+        """The operands of a chunk: all chunks have the same x."""
         return [{name: x for name, x in self.of_chunk.inputs(1)[0].items() if name not in ("dy", "lengths")}]
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
-        """None for the profiler: a prompt has too many calls."""
+        """There are none for the profiler: a prompt has too many calls."""
         return {}
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:

@@ -1,4 +1,4 @@
-"""What a suite is made of: a row says what is timed, on which operands, and how much work it is."""
+"""The rows that a suite is made of: each says what is timed, on which operands, and how much work it is."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ _CACHE_BYTES = 2**28  # bytes of inputs altogether, so that the cache does not h
 
 @dataclass(frozen=True, kw_only=True)
 class Row(ABC):
-    """What a line of a table times: ours, and peers beside it. Rows that differ only in their peers are equal."""
+    """A line of a table, which times ours and peers beside it. Rows that differ only in their peers are equal."""
 
     kernels_named_by: ClassVar[str | None] = None
     """what the profile says of a kernel, in place of its name"""
@@ -31,12 +31,12 @@ class Row(ABC):
     @property
     @abstractmethod
     def flops(self) -> float:
-        """On visible keys."""
+        """The operations of a call, on visible keys."""
 
     @property
     @abstractmethod
     def bytes(self) -> float:
-        """If each operand is read once and each result written once."""
+        """The bytes moved if each operand is read once and each result written once."""
 
     @property
     @abstractmethod
@@ -50,7 +50,7 @@ class Row(ABC):
 
     @property
     def sets(self) -> int:
-        """How many sets of operands contestants take in turn."""
+        """The number of sets of operands that contestants take in turn."""
         return max(2, min(16, int(_CACHE_BYTES // self.bytes)))
 
     @abstractmethod
@@ -59,10 +59,10 @@ class Row(ABC):
 
     @abstractmethod
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
-        """What is timed for "ours" or for a peer, by the names that the profiler gets."""
+        """The functions to time for "ours" or for a peer, by the names that the profiler gets."""
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
-        """What is recorded, from what was measured of the contestants."""
+        """The times to record, made of those that were measured of the contestants."""
         return measured
 
 

@@ -70,6 +70,6 @@ def _ratio(times: dict[str, Any] | None, to: dict[str, Any] | None) -> str:
 
 
 def spread(rounds: Sequence[float]) -> float:
-    """How far the middle half of the rounds spreads, as a part of their median."""
+    """The spread of the middle half of the rounds, as a part of their median."""
     low, median, high = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else [rounds[0]] * 3
     return (high - low) / median

@@ -53,7 +53,7 @@ class V41Row(LayerRow):
         return [operands | {"shared": self.shared()}]
 
     def shared(self) -> Shared:
-        """What earlier layers made, of which this layer takes what it does not make itself."""
+        """The results of earlier layers, of which this layer takes those that it does not make itself."""
         layer = self.layer
         if not self.ratio or layer.compressor is not None:
             return Shared()

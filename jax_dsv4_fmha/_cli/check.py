@@ -72,12 +72,12 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Whether a shell pattern fits the whole name, or is a part of it."""
+    """True if a shell pattern fits the whole name, or is a part of it, or if there is none."""
     return pattern is None or pattern in name or fnmatch.fnmatchcase(name, pattern)
 
 
 def small_cases() -> list[Case]:
-    """Those for the reference."""
+    """The cases for the reference."""
     return [case for case in CASES if case.is_small]
 
 
@@ -99,7 +99,7 @@ def quick(cases: Sequence[Case]) -> list[Case]:
 
 
 def _mode() -> tuple[bool, str]:
-    """Whether kernels can be checked here, and the message about it."""
+    """Tells whether kernels can be checked here, with the message about it."""
     local, built = library.local_architectures(), {v.arch for v in library.variants()}
     if built.intersection(local):
         return True, "Kernels against the reference in float32, each run twice into buffers of other content."

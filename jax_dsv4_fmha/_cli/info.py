@@ -139,7 +139,7 @@ def _device(device: Any, driver: "_Driver") -> dict[str, Any]:
 
 
 class _Driver:
-    """What cuda-python knows of the devices; None unless it is installed and finds a driver."""
+    """The facts that cuda-python knows of the devices; None unless it is installed and finds a driver."""
 
     def __init__(self) -> None:
         self.version: str | None = None

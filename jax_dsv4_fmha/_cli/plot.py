@@ -63,7 +63,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 
 def draw_built(variants: Sequence[library.BuiltVariant], path: str) -> None:
-    """Which kernels are built: ops down, head dimensions and heads across, a mark for each architecture and dtype."""
+    """Draws the kernels that are built: ops down, head dimensions and heads across, marks by architecture and dtype."""
     figure_of = _figure()
     if not variants:
         raise SystemExit("--plot: no kernels are built in")
@@ -154,7 +154,7 @@ def _roofline(axes: Any, rows: Rows) -> None:
 
 
 def _bars(axes: Any, rows: Rows, names: Sequence[Sequence[str]]) -> None:
-    """For each row its name, and below it a bar for each time, all of one height."""
+    """Draws for each row its name, and below it a bar for each time, all of one height."""
     shares = {
         (i, name): _roof(row) / row["times"][name]["seconds"] for i, row in enumerate(rows) for name in _shown(row)
     }

@@ -23,12 +23,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 
 def output(json_path: str | None) -> TextIO:
-    """Where the text for people goes: stdout, unless the JSON goes there."""
+    """The stream that gets the text for people: stdout, unless the JSON goes there."""
     return sys.stderr if json_path == "-" else sys.stdout
 
 
 def write_json(data: Any, path: str) -> None:
-    """To a file, or to stdout for "-"."""
+    """Writes to a file, or to stdout for "-"."""
     text = json.dumps(data, indent=1) + "\n"
     if path == "-":
         sys.stdout.write(text)
@@ -38,7 +38,7 @@ def write_json(data: Any, path: str) -> None:
 
 
 class Progress:
-    """On stderr: a bar, below the lines that are printed meanwhile, and notes."""
+    """A bar on stderr, below the lines that are printed meanwhile, and notes."""
 
     def __init__(self, total: int, shown: bool | None, out: TextIO):
         """shown=None shows the bar only where stderr is a terminal, and notes anywhere; `out` is where lines are

@@ -17,7 +17,7 @@ from .pytree import public_pytree
 
 
 class Pages(NamedTuple):
-    """Where a sequence has its entries in a pool."""
+    """The numbers that say where in a pool a sequence has its entries."""
 
     room: Any = 1
     """for how many of them"""
@@ -121,7 +121,7 @@ class Cache:
 
     @property
     def is_packed(self) -> bool:
-        """Whether entries are bytes in one of the layouts of `quantize_cache`."""
+        """True if entries are bytes in one of the layouts of `quantize_cache`."""
         return bool(self.entries.dtype == jnp.uint8)
 
     @property
@@ -136,7 +136,7 @@ class Cache:
 
     @property
     def capacity(self) -> Any:
-        """How many entries of one sequence there is room for."""
+        """The number of entries of one sequence that there is room for."""
         return self.page if self.block_table is None else self.page * self.block_table.shape[1]
 
     @property
@@ -155,7 +155,7 @@ class Cache:
 
     @property
     def pages(self) -> Pages:
-        """Where a sequence has its entries."""
+        """The numbers that say where in its pool a sequence has its entries."""
         if self.block_table is None:
             return Pages(self.capacity)
         return Pages(self.capacity, self.page, self.entries.shape[0])

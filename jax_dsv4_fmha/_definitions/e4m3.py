@@ -72,7 +72,7 @@ def keys_beside_rope(keys: jax.Array, given: jax.Array) -> jax.Array:
 
 
 def _rope_of(x: jax.Array) -> jax.Array:
-    """As `codes`, NaN where it is infinite."""
+    """RoPE's dimensions in float32; as with `codes`, an infinite one becomes NaN."""
     rope = x[..., -ROPE:].astype(jnp.float32)
     return jnp.where(jnp.isfinite(rope), rope, jnp.nan)
 

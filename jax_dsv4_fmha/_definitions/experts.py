@@ -50,7 +50,7 @@ class PackedExperts:
 
     @property
     def experts(self) -> int:
-        """How many there are."""
+        """The number of experts whose matrices these are."""
         return self.data.shape[0]
 
     @property
@@ -91,7 +91,7 @@ def _field(words: Array, low: int, sign: int) -> Array:
 
 
 def _value_of(codes: Array) -> Array:
-    """What codes of e2m1 stand for, in float32."""
+    """The numbers in float32 that codes of e2m1 stand for."""
     exponent, odd = codes >> 1 & 3, codes & 1
     size = jnp.where(exponent == 0, 2 * odd, (2 + odd) << exponent).astype(jnp.float32) / 4
     return jnp.where(codes >= 8, -size, size)
@@ -182,7 +182,7 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
 def of_experts(
     x: Array, w13: PackedExperts, w2: PackedExperts, chosen: Array, weights: Array, *, limit: float
 ) -> Array:
-    """What the experts that tokens x `[b, s, k]` chose add up to, expert by expert, in float32."""
+    """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32."""
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
 

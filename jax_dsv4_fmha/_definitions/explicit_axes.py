@@ -17,7 +17,7 @@ Entry = str | tuple[str, ...] | None
 
 
 def entries(x: Any) -> tuple[Entry, ...]:
-    """What shards each axis of an array, or of what JAX takes for one."""
+    """The mesh axes that shard each axis of an array, or of what JAX takes for one."""
     return tuple(jax.typeof(x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)).sharding.spec)
 
 
@@ -89,7 +89,7 @@ def without_single(xs: Any) -> Any:
 
 
 def divide(x: jax.Array, axis: int, size: int) -> bool:
-    """Whether every shard of an axis has whole groups of that size."""
+    """True if every shard of an axis has whole groups of that size, or if there is one shard alone."""
     mesh = jax.typeof(x).sharding.mesh
     shards = math.prod(mesh.shape[name] for name in names(entries(x)[axis]))
     return shards == 1 or x.shape[axis] % (shards * size) == 0

@@ -74,7 +74,7 @@ def indexer_loss(
 
 
 def begins_blocks(span: Span) -> bool:
-    """Whether blocks are counted from the first entry that a query sees, which is that of its own packed sequence."""
+    """True if blocks are counted from the first entry that a query sees, which is that of its own packed sequence."""
     return "compressed_segments" in span.rules
 
 
@@ -252,7 +252,7 @@ def best(scores: jax.Array, visible: jax.Array, topk: int) -> Arrays:
 
 
 def chosen(rank: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
-    """Where the `topk` greatest int32 ranks are, ascending, then -1; among equal ranks the lower entry wins."""
+    """The places of the `topk` greatest int32 ranks, ascending, then -1; among equal ranks the lower entry wins."""
     n = rank.shape[-1]
     short = max(topk - n, 0) if isinstance(n, int) else topk  # the greatest number of entries to choose from
     padding = [(0, 0)] * (rank.ndim - 1) + [(0, short)]
@@ -447,7 +447,7 @@ def _named(keys: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _queries(b: Any, heads: Any, keys: Any) -> int:
-    """How many queries make a block."""
+    """The number of queries in a block, whose products with all keys are at most `_BLOCK`; at least 1."""
     return max(1, _BLOCK // math.prod(n for n in (b, heads, keys) if isinstance(n, int)))
 
 

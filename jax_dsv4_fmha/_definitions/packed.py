@@ -44,7 +44,7 @@ Parts = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an entry becomes bytes, and where they are in a page. An entry has codes, bfloat16 values, scales and
+    """A way to write an entry as bytes, and to place them in a page. An entry has codes, bfloat16 values, scales and
     padding.
 
     Attributes:
@@ -89,11 +89,11 @@ class Layout:
         return -(-entries * self.entry // self.multiple) * self.multiple
 
     def page_entries(self, size: Any) -> Any:
-        """How many entries a page of this size has; its padding is shorter than an entry."""
+        """The number of entries in a page of this size; its padding is shorter than an entry."""
         return size // self.entry
 
     def is_page(self, size: Any) -> bool:
-        """Whether a page may have this size in bytes."""
+        """True if a page may have this size in bytes."""
         return bool(size >= self.entry and size == self.page_bytes(self.page_entries(size)))
 
     @property
@@ -104,7 +104,7 @@ class Layout:
         return {"codes": codes, "plain": plain, "scales": scales, "padding": self.entry - codes - plain - scales}
 
     def starts(self, at: Any, page: Any) -> tuple[Any, ...]:
-        """Where the parts of the entries `at` begin, in a page that has `entries` entries."""
+        """The offsets in bytes, within a page of `page` entries, at which the parts of the entries `at` begin."""
         before = (page * sum(self.parts[:i]) for i in range(len(self.parts)))
         return tuple(first + at * width for first, width in zip(before, self.parts, strict=True))
 

@@ -47,7 +47,7 @@ class Span:
 
     @property
     def is_from_first(self) -> bool:
-        """Whether it is known while tracing that what a query sees begins with the first key."""
+        """True if it is known while tracing that what a query sees begins with the first key."""
         known = isinstance(self.start, int | np.ndarray | np.generic)
         return self.from_first or (known and bool(np.all(np.asarray(self.start) <= 0)))
 
@@ -121,7 +121,7 @@ class Span:
         return cls(stop - past, stop, frozenset({"compressed_segments"}))
 
     def keys_from(self, first: Any) -> "Span":
-        """What this shows of keys of which the first has position `first`, an int or int32 `[b]`, and not position 0.
+        """This span for keys of which the first has position `first`, an int or int32 `[b]`, and not position 0.
 
         For a chunk of a prompt whose keys begin with the `window - 1` tokens before it, that is
         `Span.sliding_window(s_q, window, offset).keys_from(offset - (window - 1))`: keys at positions below 0 are not
@@ -200,7 +200,7 @@ def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array
 
 
 def _front() -> Any:
-    """Where the first key is; unlike an array that may be sharded, it needs no mesh to be set outside of jit."""
+    """A start at the first key; unlike an array that may be sharded, it needs no mesh to be set outside of jit."""
     return jnp.zeros((1, 1), jnp.int32) if _is_traced() else np.zeros((1, 1), np.int32)
 
 
@@ -224,7 +224,7 @@ def _positions(op: str, s_q: Any, offset: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Whether a program is being traced, which should have an iota and not its numbers."""
+    """True while a program is being traced, which should have an iota and not its numbers."""
     return isinstance(jnp.zeros((), jnp.int32), jax.core.Tracer)
 
 

@@ -63,7 +63,7 @@ def attend(
     traits: dict[str, Any] = {"batch_invariant": is_ordered} | ({"differentiated": instead} if instead else {})
 
     def run(q: jax.Array, sources: Sequence[Source], sink: jax.Array | None) -> reference.Attention:
-        """In one launch, with the modes that are inside."""
+        """Attends in one launch, with the modes that are inside."""
         if len(sources) == 1 and isinstance(sources[0], SpanSource) and sources[0].keys.ndim == 3:
             sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
         leaves, tree = jax.tree.flatten((tuple(sources), found.inside))

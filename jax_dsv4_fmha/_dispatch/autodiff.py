@@ -24,7 +24,7 @@ class Function(NamedTuple):
 
 
 class Rule:
-    """How a gradient is computed: by a function of the operands and the cotangents of the results. It gives the
+    """A way to compute a gradient: by a function of the operands and the cotangents of the results. It gives the
     gradients of the first operands; the others have none.
     """
 
@@ -37,12 +37,12 @@ class Rule:
 
     @staticmethod
     def operands(residuals: Any, cotangents: Arrays) -> Arrays:
-        """What the gradient's function takes."""
+        """The operands of the gradient's function."""
         return *residuals, *cotangents
 
     @staticmethod
     def cotangents(residuals: Any, gradients: Arrays) -> Sequence[jax.Array | None]:
-        """Those of all operands, from the results of the gradient's function; None where there is none."""
+        """The cotangents of all operands, from the results of the gradient's function; None where there is none."""
         trained = zip(gradients, residuals, strict=False)
         return *(g.astype(x.dtype) for g, x in trained), *(None for _ in residuals[len(gradients) :])
 

@@ -120,8 +120,8 @@ def of_chunk(
     q_offset: jax.Array | None,
     is_causal: bool,
 ) -> list[CachedSource]:
-    """What the queries of `dsv4_decode` see of each cache: of the window a span of the positions that any of them
-    sees, of compressed entries those that are past for the last one."""
+    """The keys that the queries of `dsv4_decode` see of each cache: of the window a span of the positions that any of
+    them sees, of compressed entries those that are past for the last one."""
     lengths = jnp.maximum(lengths, 0)[:, None]
     first = lengths - s_q if q_offset is None else q_offset[:, None]
     position = first + jnp.arange(s_q, dtype=jnp.int32)[None]

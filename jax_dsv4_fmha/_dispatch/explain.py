@@ -1,4 +1,4 @@
-"""Which implementation runs, and why: `explain` answers the question, and a log line reports a fallback that nobody
+"""A way to learn which implementation runs, and why: `explain` says it, and a log line reports a fallback that nobody
 asked for; an exported fallback is a warning.
 
 Every op leaves a mark where its kernel and its reference part: `chosen`, an identity that lowers to nothing and holds
@@ -42,7 +42,7 @@ mlir.register_lowering(chosen, _lower_chosen)
 
 
 class Decision(NamedTuple):
-    """How one op of a program runs, as `explain` finds it."""
+    """The implementation that runs one op of a program, as `explain` finds it, and the reason."""
 
     op: str
     """the function that was called, for example "fmha", by its name"""
@@ -178,7 +178,7 @@ def _why_reference(call: Call) -> str:
 
 
 def _missing(support: Support) -> str:
-    """Which kernels are not built in."""
+    """The reason that names the kernels that are not built in."""
     archs = " and ".join(support.shipped)
     missing = f"for {archs} " if library.variants() else ""
     would_be = f"on {archs} it would be {' and '.join(support.kernels)}: {support.got}"

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the kernel or the reference."""
+"""The choice of the implementation that runs an op: the kernel or the reference."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .support import Support, not_built
 
 
 def choose(op: str, implementation: _check.Implementation | None, support: Support) -> KernelUse:
-    """Where a call uses the kernels that take its operands."""
+    """Chooses where a call uses the kernels that take its operands; raises if it insists and none is built."""
     if implementation == "cubin":
         if not support.is_there:
             raise not_built(op, "implementation", f"'cubin' for {support.got}", support.wanted, support.kernels)
@@ -38,7 +38,7 @@ def choose_backward(forward: KernelUse, built: Sequence[str]) -> KernelUse:
 
 
 def _serves(built: Sequence[str]) -> bool:
-    """Whether there is a kernel for every device that this process has."""
+    """True if there is a kernel for every device that this process has."""
     return bool(built) and all(a in built for a in library.local_architectures())
 
 

@@ -24,7 +24,7 @@ def merged(
 
 
 def _merged(*operands: jax.Array) -> Arrays:
-    """Of o and lse of each part, and a sink `[1, h_q]`, if there is one."""
+    """Merges parts. The operands are o and lse of each in turn, and last a sink `[1, h_q]`, if there is one."""
     sink = operands[-1][0] if len(operands) % 2 else None
     count = len(operands) // 2 * 2
     o_parts = jnp.stack([o.astype(jnp.float32) for o in operands[:count:2]])

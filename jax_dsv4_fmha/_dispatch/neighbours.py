@@ -1,5 +1,5 @@
-"""What a device takes from the devices before it, where they share an axis. All functions run on one device: mesh axes
-have names, and an array is the device's shard.
+"""Rows that a device takes from the devices before it, where they share an axis. All functions run on one device: mesh
+axes have names, and an array is the device's shard.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jax import lax
 
 
 def halo(n: int, reach: int, shards: int) -> int:
-    """How many rows `with_halo` adds to a shard of n: `reach`, or all that other shards have."""
+    """The number of rows that `with_halo` adds to a shard of n: `reach`, or all that other shards have."""
     return min(reach, (shards - 1) * n)
 
 

@@ -30,7 +30,7 @@ class Sink(Axes):
 
 
 class Halo(NamedTuple):
-    """That keys stand where queries do: query i sees of them none after i, and none more than `reach` before it.
+    """Keys that stand where queries do: query i sees of them none after i, and none more than `reach` before it.
 
     So a device with a part of the queries needs that part of the keys, and the `reach` keys before it.
     """
@@ -79,7 +79,7 @@ RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 
 
 class KernelUse(enum.Enum):
-    """Where a call's kernel runs. Elsewhere the reference does, or there is an error if the caller insists."""
+    """The programs that run a call's kernel. Others run the reference, or are an error if the caller insists on it."""
 
     NEVER = enum.auto()
     ON_CUDA = enum.auto()
@@ -120,7 +120,7 @@ def axis_names(x: Axes, ndim: int) -> tuple[str, ...]:
 
 
 def is_pool(x: Axes, shape: Sequence[Any]) -> bool:
-    """Whether an operand of this shape belongs to every batch entry."""
+    """True if an operand of this shape belongs to every batch entry."""
     return x.axes.startswith(ONE_OR_B) and bool(shape[-len(x.axes.split())] == 1)
 
 

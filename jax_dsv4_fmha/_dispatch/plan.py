@@ -1,4 +1,4 @@
-"""Which kernels run a call of attention; no other module chooses.
+"""The choice of the kernels that run a call of attention; no other module chooses.
 
 A call is planned twice. While it is traced, `best` finds which modes are inside of a kernel, and `support_of` which
 architectures have one, from dtype, d and the kinds of sources. Where a device runs its part, `launch` and
@@ -36,7 +36,7 @@ _ONE_SPAN = (("separate_kv",), ("span",))
 
 
 class Plan(NamedTuple):
-    """How a call attends."""
+    """The way in which a call attends: its modes, and whether its sources share a launch."""
 
     inside: tuple[AttentionMode, ...]
     """the modes that its kernel has, or its definition"""
@@ -127,7 +127,7 @@ def _are_ordered(modes: Sequence[AttentionMode]) -> bool:
 
 
 def _kernel_mode(modes: Sequence[AttentionMode]) -> Mode:
-    """What a kernel with these modes inside is compiled for."""
+    """The mode that a kernel with these modes inside is compiled for."""
     return Mode(**{name: value for mode in modes for name, value in mode.kernel_mode.items()})
 
 
@@ -152,7 +152,7 @@ def _names_for_some(table: dict[tuple[str, ...], tuple[Kernel, ...]], kinds: tup
 
 
 def _goes_inside(mode: AttentionMode, inside: Sequence[AttentionMode], q: jax.Array, sources: Sequence[Source]) -> bool:
-    """Whether every device here has a kernel with this mode inside, too, made for as many heads as that without it. A
+    """True if every device here has a kernel with this mode inside, too, made for as many heads as that without it. A
     program that is made where no device is runs on all architectures.
     """
     here, rows = library.local_architectures(), FORWARD.get(kinds_of(sources), ())
@@ -164,7 +164,7 @@ def _goes_inside(mode: AttentionMode, inside: Sequence[AttentionMode], q: jax.Ar
 
 
 def _made_alike(q: jax.Array, name: str, other: str, archs: Sequence[str]) -> bool:
-    """Whether the kernels of two names that take q on these architectures are made for as many heads."""
+    """True if on all of these architectures the kernels of two names that take q are made for as many heads."""
 
     def made_for(name: str, arch: str) -> int | None:
         built = library.variants_for(name, d=q.shape[-1], dtype=q.dtype.name)
@@ -238,12 +238,12 @@ def _chosen_in_order(q: jax.Array, kinds: tuple[str, ...], parts: Sequence[Part]
 
 
 def _spans_have_order(q: jax.Array) -> bool:
-    """Whether the kernels of spans take q in the canonical order: a tile of rows has heads of one query."""
+    """True if the kernels of spans take q in the canonical order: a tile of rows has heads of one query."""
     return q.shape[2] % raw.TILE == 0
 
 
 def _groups_pay(q: jax.Array) -> bool:
-    """Whether the kernel of few heads is to take q in the canonical order: queries in a row fill a tile of rows."""
+    """True if the kernel of few heads is to take q in the canonical order: queries in a row fill a tile of rows."""
     _, s_q, h_q, _ = q.shape
     if not isinstance(s_q, int) or not isinstance(h_q, int) or h_q > raw.FEW_HEADS or s_q * h_q < raw.TILE:
         return False
@@ -251,7 +251,7 @@ def _groups_pay(q: jax.Array) -> bool:
 
 
 def _by_columns(op: str, q: jax.Array, keys: Sequence[Any], packing: str = "") -> bool:
-    """Whether two kernels that share out keys and columns are to attend to q, with so many keys of each source."""
+    """True if two kernels that share out keys and columns are to attend for q, with so many keys of each source."""
     b, s_q, h_q, d = q.shape
     built = library.variants_for(name_of(op, BY_COLUMNS), d=d, dtype=q.dtype.name, packing=packing)
     if not built or h_q <= raw.FEW_HEADS or not all(isinstance(x, int) for x in (b, s_q, h_q, *keys)):
@@ -317,7 +317,7 @@ def launch_gradient(
 
 
 def _one_kernel_pays(q: jax.Array, source: SpanSource) -> bool:
-    """Whether one kernel that adds to memory is to make all gradients of a span."""
+    """True if one kernel that adds to memory is to make all gradients of a span."""
     known = [n for n in (source.width, source.keys.shape[1]) if isinstance(n, int)]
     is_few = bool(known) and min(known) <= FEW_KEYS
     return not is_few and bool(library.shipped_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name))

@@ -1,4 +1,4 @@
-"""Which slots of its caches each query of a step sees, as attention's kernels want to know it."""
+"""The slots of its caches that each query of a step sees, as attention's kernels want to know them."""
 
 import dataclasses
 import functools
@@ -95,7 +95,7 @@ class PackedStepSource:
         return self._sources(_slots(*self.operands, **dict(self.sizes)))
 
     def parts_of_kernel(self) -> list[SelectionSource]:
-        """Beside one cache there is another source, of which queries see nothing."""
+        """The sources for kernels: beside one cache there is another source, of which queries see nothing."""
         sizes = dict(self.sizes)
         for prefix in ("window_", ""):
             sizes[f"{prefix}stride"] = sizes[f"{prefix}room"]
@@ -138,7 +138,9 @@ def _are_known(operands: Arrays, sizes: dict[str, Any]) -> bool:
 
 
 def _of_drafts(cache: Cache, lengths: jax.Array, first: jax.Array, position: jax.Array, window: int) -> Arrays:
-    """Of the window, for new tokens that see each other, and the window's tokens before the first of them."""
+    """The window's slots that new tokens see, where they see each other and the window's tokens before the first of
+    them; and the number of slots for each one.
+    """
     s_q = position.shape[1]
     begin, end = jnp.maximum(first - window, 0), jnp.minimum(lengths[:, None], first + s_q)
     positions = begin[..., None] + jnp.arange(window + s_q, dtype=jnp.int32)[None, None]

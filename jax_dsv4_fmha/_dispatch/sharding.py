@@ -76,7 +76,7 @@ def sharded(call: Call, *operands: jax.Array) -> Arrays:
 
 
 class _Layout:
-    """Which mesh axes split which axes of an op, and from that what one device computes and which results are summed.
+    """The mesh axes that split the axes of an op, and from that what one device computes and which results are summed.
 
     The first operand that splits an axis decides for all. A split that cannot be is an error if strict. Otherwise it is
     dropped, and the partitioner gathers the operand.
@@ -139,7 +139,7 @@ class _Layout:
 
     @property
     def _one_of_h_kv(self) -> bool:
-        """Whether there are more shards of heads than key heads, so that each device takes one of the key heads, all of
+        """True if there are more shards of heads than key heads, so that each device takes one of the key heads, all of
         which it has.
         """
         return self.h_kv % math.prod(self.mesh[a] for a in self.split.get("h_q", ())) != 0
@@ -153,7 +153,7 @@ class _Layout:
         return P(*map(entry, names, shape))
 
     def passes(self, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
-        """Whether these shardings may stay as they are; only the sizes of the shards are known.
+        """True if these shardings may stay as they are; only the sizes of the shards are known.
 
         Such shardings come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest.
         It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, over

@@ -67,7 +67,7 @@ class SpanSource:
 
     @property
     def description(self) -> tuple[str, ...]:
-        """How an error describes the source, besides dtype and d."""
+        """The words by which an error describes the source, besides dtype and d."""
         return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "separate K and V",)
 
     @property
@@ -182,24 +182,24 @@ Part = SpanSource | SelectionSource
 
 
 class Source(Protocol):
-    """What `attend` takes: a part, or what makes parts of its arrays where attention runs."""
+    """An operand of `attend`: a part, or what makes parts of its arrays where attention runs."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its parts"""
+        """The kinds of its parts, of which a key of `tables.FORWARD` is made"""
 
     @property
     def description(self) -> tuple[str, ...]: ...
 
     @property
     def axes(self) -> tuple[Axes, ...]:
-        """Of its arrays, in the order of its leaves"""
+        """The axes of its arrays, in the order of its leaves"""
 
     def parts(self) -> Sequence[Part]:
-        """By definition"""
+        """The parts as the definition takes them"""
 
     def parts_of_kernel(self) -> Sequence[Part]:
-        """As the row of `tables.FORWARD` takes them"""
+        """The parts as the row of `tables.FORWARD` takes them"""
 
     @property
     def launched(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What kernels are built for, in words, and the error where there is none."""
+"""The operands that kernels are built for, in words, and the error where there is no kernel."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ class Support(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Whether a call may insist on them: they are built in, or this is for `explain`."""
+        """True if a call may insist on them: they are built in, or they are shipped and this is for `explain`."""
         return bool(self.shipped if explaining.value else self.built)
 
 

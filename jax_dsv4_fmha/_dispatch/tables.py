@@ -24,7 +24,7 @@ class Kernel(NamedTuple):
 
 
 def _keys_twice(source: SpanSource) -> Sequence[Any]:
-    """For the kernel of separate K and V, where both are one array."""
+    """The operands of the kernel of separate K and V, where both are one array."""
     return [source.keys, source.keys, source.start, source.stop]
 
 
@@ -103,7 +103,7 @@ FORWARD: dict[tuple[str, ...], tuple[Kernel, ...]] = {
     ("v41_fp8", "v41_fp4"): _over_packed("v41_fp4"),
     ("v41_fp4",): _over_packed("v41_fp4", functools.partial(_pools_after_none, first="v41_fp8")),
 }
-"""By kinds of sources: the first kernel is the one that is made for them, others serve where it is not built."""
+"""Kernels by kinds of sources: the first one is the one that is made for them, others serve where it is not built."""
 
 SPAN_OF_FEW_HEADS = Kernel("mla_span_fwd", lambda x: [without_heads(x.keys), x.start, x.stop])
 """in the mode "few_heads" """

@@ -22,12 +22,12 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 
 
 def has_kernel(block: int, from_start: bool, **choices: Any) -> bool:
-    """Whether every device here has a kernel of scores that judges such blocks."""
+    """True if every device here has a kernel of scores that judges blocks of that size."""
     return block == raw.BLOCK and not from_start and for_all("indexer_scores", **choices, blocks=True)
 
 
 def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
-    """As `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
+    """Works as `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
     of those before it are chosen by their greatest scores, for which it needs no score of its own."""
     q, weights, k, k_scale, start, stop = operands
     if has_kernel(block, from_start, heads=q.shape[2], dtype=q.dtype.name, paged=False):
@@ -52,13 +52,13 @@ def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bo
 
 
 def choose_of_pages(*operands: jax.Array, topk: int, return_scores: bool) -> Arrays:
-    """As `_definitions.indexer.select_of_pages`."""
+    """Does what `_definitions.indexer.select_of_pages` does, by kernels."""
     q, _, pool, *_ = operands
     return raw.paged_lightning_indexer(*operands, **_pages(q, pool), topk=topk, return_scores=return_scores)
 
 
 def _pages(q: jax.Array, pool: jax.Array) -> dict[str, Any]:
-    """What raw calls want to know about a pool: the keys of a page, and their layout if q's dtype does not tell."""
+    """The arguments of raw calls about a pool: the keys of a page, and their layout if q's dtype does not tell."""
     if pool.dtype != jnp.uint8:
         return {"page": pool.shape[2], "packing": ""}
     layout = layout_of_keys(q.dtype)
@@ -71,7 +71,7 @@ def packing_of(layout: str) -> str:
 
 
 def greatest_blocks_of_pages(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
-    """As `_definitions.indexer.greatest_blocks_of_pages`, for blocks that a kernel judges."""
+    """Works as `_definitions.indexer.greatest_blocks_of_pages`, for blocks that a kernel judges."""
     q, _, pool, _, start, stop = operands
     best = functools.partial(raw.paged_indexer_blocks, *operands, **_pages(q, pool))
     return _with_newest(best, jnp.zeros_like(start), start, stop, count, block)
@@ -92,7 +92,7 @@ def _with_newest(
 
 
 def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
-    """As `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
+    """Works as `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
     q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
     if has_kernel_within(block, from_start, heads=q.shape[2], dtype=q.dtype.name, paged=False):
@@ -122,7 +122,7 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
 
 
 def has_kernel_within(block: int, from_start: bool, **choices: Any) -> bool:
-    """Whether every device here has a kernel of the scores of such blocks' entries."""
+    """True if every device here has a kernel of the scores of such blocks' entries."""
     aligned = not (from_start and choices["paged"])  # a block's entries are in one page
     return block == raw.BLOCK and aligned and for_all("indexer_scores_within", **choices)
 
@@ -134,7 +134,7 @@ def for_all(op: str, **choices: Any) -> bool:
 
 
 def choose_within_pages(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
-    """As `_definitions.indexer.select_within_pages`, for blocks whose entries a kernel scores."""
+    """Works as `_definitions.indexer.select_within_pages`, for blocks whose entries a kernel scores."""
     *of_keys, blocks, start, stop = operands
     return _entries(
         functools.partial(raw.paged_indexer_within, *of_keys, topk=topk), blocks, start, stop, 2**31 - 1, False
@@ -158,7 +158,7 @@ def _entries(
     there = (blocks >= 0) & (blocks < -(-s_c // raw.BLOCK))
 
     def before(bound: jax.Array) -> jax.Array:
-        """How many entries of the list are before a bound."""
+        """The number of entries of the list before a bound."""
         return jnp.sum(jnp.where(there, jnp.clip(bound[..., None] - begin, 0, raw.BLOCK), 0), -1, dtype=jnp.int32)
 
     where, values = best(jnp.where(there, blocks, -1), start, before(start), before(stop))
@@ -176,5 +176,5 @@ def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:
 
 
 def _at_a_time(*words: Any) -> int:
-    """How many queries, each with so many words of scores."""
+    """The number of queries, each with so many words of scores, that fit in `WORKSPACE`; at least 1."""
     return max(1, raw.WORKSPACE // (4 * math.prod(n for n in words if isinstance(n, int))))

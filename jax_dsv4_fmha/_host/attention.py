@@ -130,7 +130,7 @@ def tiles_of(keys: Sequence[int]) -> int:
 
 
 class Parts(NamedTuple):
-    """How a call splits keys, which depends on shapes and the chip alone."""
+    """The split of a call's keys, which depends on shapes and the chip alone."""
 
     whole: int
     """how many of the first queries, or sequences of one query, have whole keys"""
@@ -141,7 +141,7 @@ class Parts(NamedTuple):
 def parts(
     op: str, mode: Mode, q: jax.Array, operands: Sequence[jax.Array], *, order: int = 0, packing: str | None = None
 ) -> Parts:
-    """How a call of `attention` splits keys."""
+    """Computes the split of keys in a call of `attention`; without a kernel that splits them there is one part."""
     (b, s_q, h_q, _), sources, whole = q.shape, _sources(op, operands), 0
     choices = {} if packing is None else {"packing": packing}
     v = None if order or mode == BY_COLUMNS else _splitting(name_of(op, mode), q, **choices)

@@ -54,7 +54,7 @@ def call(
 
 
 def check(target: str, operands: Sequence[Described], results: Sequence[Described]) -> None:
-    """What `CheckArrays` of ffi/operands.h checks when the call runs. An extent that is not known fits any other."""
+    """Checks what `CheckArrays` of ffi/operands.h checks when the call runs. An unknown extent fits any other."""
     extents: dict[str, Any] = {}
     first, arrays = operands[0], _arrays(target)
     for (name, forms), x in zip(arrays, (*operands, *results), strict=True):

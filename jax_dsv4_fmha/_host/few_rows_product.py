@@ -18,7 +18,7 @@ _COLUMNS, _CTAS, _MOST = 128, 132, 8
 
 
 def parts(k: int, n: int, groups: int) -> int:
-    """Into how many parts a product of these sizes cuts k, whatever the rows: as many as CTAs of a Hopper GPU take."""
+    """The number of parts that such a product cuts k into, whatever the rows: as many as CTAs of a Hopper GPU take."""
     tiles = groups * -(-n // _COLUMNS)
     most = min(_MOST, max(1, _CTAS // tiles), max(1, k // 64))
     return 1 << (most.bit_length() - 1)

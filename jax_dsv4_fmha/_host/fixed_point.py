@@ -23,7 +23,7 @@ _ROUNDING = 2.0**-20  # of dO K' - delta, relative to delta: kernels may round i
 
 
 class Rows(NamedTuple):
-    """What the kernel of bounds takes for a row: with it |dS| max|q| + f P max|do| is P (|dS / P| + most_of_p)."""
+    """The numbers of a row for the kernel of bounds, by which |dS| max|q| + f P max|do| is P (|dS / P| + most_of_p)."""
 
     sink_factor: jax.Array
     delta: jax.Array
@@ -58,7 +58,7 @@ def of_rows(
 
 
 def resolution(bounds: jax.Array, of_bounds: jax.Array) -> jax.Array:
-    """How many units are 1, for every key; NaN where what is added to it is not finite.
+    """The number of units that make up 1, for every key; NaN where what is added to it is not finite.
 
     bounds: uint32 `[..., 2]`, low words first.
     """

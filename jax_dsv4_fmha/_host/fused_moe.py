@@ -26,7 +26,7 @@ def fused_moe(
     limit: float,
     format: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """What each chosen expert makes of its tokens: `[rows, k]` in x's dtype, rows by expert; and int32 `[b, s_q,
+    """The results of each chosen expert for its tokens: `[rows, k]` in x's dtype, rows by expert; and int32 `[b, s_q,
     n_chosen]`, the row of each choice, -1 where its expert is not below `groups`.
 
     Args:

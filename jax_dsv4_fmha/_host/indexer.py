@@ -206,11 +206,11 @@ def _chosen(
 
 
 _ARRAY = {"paged": False, "packing": ""}
-"""What kernels are chosen by where keys are in an array"""
+"""The choices of a kernel whose keys are in an array"""
 
 
 def _in_pages(packing: str) -> dict[str, Any]:
-    """What they are chosen by where keys are in pages."""
+    """The choices of a kernel whose keys are in pages, packed in this way."""
     return {"paged": True, "packing": packing}
 
 

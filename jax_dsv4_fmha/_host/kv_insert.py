@@ -91,7 +91,7 @@ def _call(
     packing: str = "",
     hadamard: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """What is kept, anew. The last operand is the block table, or None."""
+    """Runs the custom call and returns the kept arrays anew. The last operand is the block table, or None."""
     *given, block_table = operands
     pages = jnp.zeros((given[0].shape[0], 0), jnp.int32) if block_table is None else block_table
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]

@@ -74,7 +74,7 @@ some architectures."""
 
 
 def library_path() -> Path | None:
-    """Where the native library is, or None: beside this file, or where an editable install keeps it."""
+    """The path of the native library, or None: beside this file, or where an editable install keeps it."""
     spec = importlib.util.find_spec("jax_dsv4_fmha._native")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
@@ -120,7 +120,7 @@ def _read_manifest(found: ctypes.CDLL) -> dict[str, Any]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a 64-bit ELF file reaches to its section table, which is at the end; True for any other file."""
+    """True if a 64-bit ELF file reaches to the end of its section table, which is last; True for any other file."""
     with open(path, "rb") as file:
         head = file.read(64)
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":
@@ -131,7 +131,7 @@ def _is_whole(path: Path) -> bool:
 
 @functools.cache
 def manifest() -> dict[str, Any]:
-    """What `kernels/build.py` wrote about this build: `toolchain`, `is_for_tests`, `targets` and `variants`."""
+    """The facts that `kernels/build.py` wrote of this build: `toolchain`, `is_for_tests`, `targets` and `variants`."""
     found = native()
     if found is None:
         return {"toolchain": "", "is_for_tests": False, "targets": TARGETS, "variants": []}

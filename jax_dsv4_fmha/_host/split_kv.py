@@ -30,7 +30,7 @@ def processors(arch: str) -> int:
 
 
 def architecture(compute_capability: str) -> str:
-    """What kernels for a compute capability are compiled for: "sm_90a" for "9.0", and "sm_100f" for the family 10."""
+    """The target of kernels for a compute capability: "sm_90a" for "9.0", and "sm_100f" for the family 10."""
     major, minor = compute_capability.split(".")
     if int(major) >= 10:
         return f"sm_{major}0f"
@@ -56,8 +56,8 @@ def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> i
 
 
 def whole_queries(queries: int, tiles: int, key_tiles: int, unit: int, processors: int) -> int:
-    """How many of the first queries, of so many tiles of rows each, fill whole waves of CTAs, so that splitting the
-    keys of the others alone pays: 0 where it does not, and where there is no whole wave.
+    """The number of the first queries, of so many tiles of rows each, that fill whole waves of CTAs, so that splitting
+    the keys of the others alone pays: 0 where it does not, and where there is no whole wave.
 
     The others are a launch of their own, which begins while the first one ends.
     """
@@ -68,7 +68,7 @@ def whole_queries(queries: int, tiles: int, key_tiles: int, unit: int, processor
 
 
 def columns_pay(row_tiles: int, key_tiles: int, processors: int) -> bool:
-    """Whether, where sums may not be split, two launches that share out keys and then columns are faster than one.
+    """True if, where sums may not be split, two launches that share out keys and then columns are faster than one.
 
     In units of `split_count`'s model: what a wave of pairs of key tiles takes, and one of columns, whose CTAs read all
     scores.

@@ -29,7 +29,7 @@ def fused_moe(
     limit: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
-    """What the experts that each token chose add up to, from weights in MXFP4.
+    """Sums the results of the experts that each token chose, from weights in MXFP4.
 
         y[t] = Σ_j w2[chosen[t, j]] (weights[t, j] · silu(min(gate, limit)) · clip(up, ±limit))
         gate, up = w13[chosen[t, j]] x[t]

@@ -101,7 +101,7 @@ def lightning_indexer(
     from_start = isinstance(span, Span) and begins_blocks(span)
 
     def judged() -> bool:
-        """Whether there is a kernel for the entries of blocks."""
+        """True if every device here has a kernel that scores the entries of such blocks."""
         return two_levels.has_kernel_within(block, from_start, **chosen_by)
 
     if blocks is None:

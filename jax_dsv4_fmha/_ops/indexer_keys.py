@@ -1,4 +1,4 @@
-"""What the lightning indexer chooses from: keys in an array or a cache, and the ops that choose of either."""
+"""Keys that the lightning indexer chooses from, in an array or a cache, and the ops that choose of either."""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Ops(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Where entries are chosen from: ops, and their operands after q and weights."""
+    """The keys from which entries are chosen: ops for them, and their operands after q and weights."""
 
     ops: Ops
     operands: Arrays
@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 
 
 def choices_of(k: Any) -> dict[str, Any]:
-    """Those of kernels' choices that keys make, read where they are."""
+    """The choices of kernels that keys make, read where they are."""
     if not isinstance(k, Cache):
         return {"paged": False, "packing": ""}
     return {"paged": True, "packing": two_levels.packing_of(k.layout) if k.is_packed else ""}
@@ -96,7 +96,7 @@ def _unit(cache: Cache) -> int:
 
 
 def fit(k: Any) -> bool:
-    """Whether these are keys in pages as kernels take them."""
+    """True if these are keys in pages of a size that kernels take."""
     return isinstance(k, Cache) and isinstance(k.page, int) and k.page % _unit(k) == 0
 
 

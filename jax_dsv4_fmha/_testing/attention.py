@@ -290,7 +290,7 @@ class LayerCase(LatentCase):
 
     @property
     def lengths(self) -> Any:
-        """How many keys of the window each batch entry has, where they differ."""
+        """The numbers of keys of the window, by batch entry; None where all have the same."""
         return np.linspace(self.s_kv, 0, self.b, dtype=np.int32) if "lengths" in self.features else None
 
     def _window(self) -> int | Span:
@@ -316,7 +316,7 @@ class LayerCase(LatentCase):
         return (window_kv, compressed_kv), kwargs
 
     def run_float64(self) -> tuple[Any, Any]:
-        """By positions, and not by Spans."""
+        """The results in float64, by positions and not by Spans."""
         args, kwargs = self.operands()
         kwargs |= {"window": self.window, "lengths": self.lengths}
         kwargs |= {"q_offset": self.ends - self.s_q, "first_key": self.ends - self.s_kv} if self.decode else {}
@@ -406,7 +406,7 @@ class DecodeCase(LatentCase):
 
 
 def _capacity(page: int, entries: int) -> int:
-    """How many entries the pages for so many entries have."""
+    """The number of entries in the pages for so many entries; without pages there are no more."""
     return -(-entries // page) * page if page else entries
 
 

@@ -1,4 +1,4 @@
-"""What cases of all ops have in common: a name, the random numbers that it determines, and a judgement."""
+"""The common part of the cases of all ops: a name, the random numbers that it determines, and a judgement."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -45,7 +45,7 @@ class Case(ABC):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether every pass of the op can run on a kernel, so that a test may insist on it."""
+        """True if every pass of the op can run on a kernel, so that a test may insist on it."""
         return True
 
     @property

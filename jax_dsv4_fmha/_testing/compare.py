@@ -40,7 +40,7 @@ FP32_LARGE = {"o": Tolerance(3e-5, 1e-3, 1e-10), "lse": Tolerance(3e-4, 1e-6, 1e
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far one result is from the expected one, over the elements that are finite."""
+    """The distance of one result from the expected one, over the elements that are finite."""
 
     name: str
     tolerance: Tolerance
@@ -112,5 +112,5 @@ def _differing(x: Any, y: Any) -> jax.Array:
 
 
 def differing(x: Any, y: Any) -> int:
-    """How many elements differ in their bits."""
+    """The number of elements that differ in their bits."""
     return int(_differing(x, y))

@@ -92,7 +92,7 @@ class ChoiceCase(IndexerCase):
         return np.arange(self.s_c) < stop[..., None]
 
     def shown(self) -> Span:
-        """What `visible` says."""
+        """The Span of the entries that are `visible`."""
         return Span.compressed(self.s_q, self.ratio or 1, jnp.asarray(self.position(), jnp.int32))
 
     def keys(self, x: dict[str, Any]) -> Any:
@@ -122,7 +122,7 @@ class ChoiceCase(IndexerCase):
     def _complaints(
         self, x: dict[str, Any], seen: Numbers, scores: Numbers, limit: float, implementation: Implementation
     ) -> list[str]:
-        """Of the entries that are `seen`, those with the greatest of `scores` must be chosen, up to the limit."""
+        """Complains unless those of the `seen` entries that have the greatest `scores` are chosen, up to the limit."""
         (indices, values), again = self.choose(x, implementation), self.choose(x, implementation)
         wrong = [] if np.array_equal(indices, again[0]) else ["other entries in the second run"]
         for n, i in np.ndindex(*indices.shape[:2]):
@@ -189,7 +189,7 @@ class ScoresCase(IndexerCase):
                 "cotangent": cotangent}  # fmt: skip
 
     def results(self, x: dict[str, Any], implementation: Implementation) -> dict[str, Any]:
-        """By the names of `_LIMITS`; absent entries have score 0."""
+        """The results by the names of `_LIMITS`; absent entries have score 0."""
         there = (x["indices"] >= 0) & (x["indices"] < x["k"].shape[1])
 
         def f(q: Any, k: Any, weights: Any) -> Any:

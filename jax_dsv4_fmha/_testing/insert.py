@@ -161,7 +161,7 @@ class InsertCase(Case):
         return total / weight
 
     def _finished(self, x: Numbers, position: int, made: Entries) -> Numbers:
-        """After norm, RoPE and the Hadamard transform."""
+        """The entry after norm, RoPE and the Hadamard transform."""
         y = x / np.sqrt(np.mean(x * x) + made.eps) * np.asarray(made.norm, np.float64)
         n = made.rotation.dims
         angle = (np.float32(position) * made.rotation.frequencies()).astype(np.float64)

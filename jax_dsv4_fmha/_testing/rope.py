@@ -34,7 +34,7 @@ class RopeCase(Case):
 
     @property
     def kernel(self) -> dict[str, Any]:
-        """What the kernel's choices must be, beside the dtype and the rotated dimensions."""
+        """The choices that the kernel must have, beside the dtype and the rotated dimensions."""
         return {}
 
     def results(self, position: jax.Array, x: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:

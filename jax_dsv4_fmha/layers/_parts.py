@@ -96,7 +96,7 @@ class _Long(Part):
         return index_query(self.indexer, its, made.c.query, weights, self.positions, self.layer.rope, keys)
 
     def _rope(self) -> QueryRope:
-        """That by which attention norms and turns q, and turns o back."""
+        """The `rope` of attention, by which it norms and turns q, and turns o back."""
         return QueryRope(self.layer.rope.table(self.positions), self.layer.eps if self.layer.norm_heads else None)
 
     def projected_back(self, o: jax.Array) -> jax.Array:

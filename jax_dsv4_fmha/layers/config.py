@@ -55,7 +55,7 @@ _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
 _NO_YARN = {"factor": 1, "attention_factor": 1, "truncate": True}
 """Numbers that change nothing"""
 _ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_YARN}
-"""What rope_scaling and rope_parameters may say of one RoPE"""
+"""Entries that rope_scaling and rope_parameters may have for one RoPE"""
 
 _OTHERS = {
     "n_routed_experts", "n_shared_experts", "n_activated_experts", "num_experts_per_tok", "num_local_experts",

@@ -1,4 +1,4 @@
-"""What a mode of attention may change. The plain way is this class as it is."""
+"""The parts of attention that a mode may change, as methods of a class. The plain way is this class as it is."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -64,7 +64,7 @@ class AttentionMode:
 
     @property
     def operands(self) -> Arrays:
-        """What kernels with it inside take after the sink, and those of gradients after the sources."""
+        """The arrays that kernels with it inside take after the sink, and those of gradients after the sources."""
         return ()
 
     @property
@@ -73,7 +73,7 @@ class AttentionMode:
         return {}
 
     def fits(self, q: jax.Array) -> bool:
-        """Whether kernels with it inside take it, as far as names and choices of kernels do not say so."""
+        """True if kernels with it inside take q, as far as names and choices of kernels do not say so."""
         return True
 
     def definition(self, inner: Attention) -> Attention:

@@ -18,5 +18,5 @@ class CanonicalOrder(AttentionMode):
 
 
 def wanted(batch_invariant: bool) -> list[AttentionMode]:
-    """What the option, which is checked, asks for."""
+    """The modes, one or none, that `batch_invariant` asks for, an option that is already checked."""
     return [CanonicalOrder()] if batch_invariant else []

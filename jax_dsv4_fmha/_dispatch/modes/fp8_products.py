@@ -61,7 +61,7 @@ class Fp8Products(AttentionMode):
 
 
 def wanted(op: str, precision: str | None, q: jax.Array, batch_invariant: bool) -> list[AttentionMode]:
-    """What the option `precision` asks for.
+    """The modes, one or none, that the option `precision` asks for.
 
     Raises:
       ValueError: it is not one of `e4m3.PRODUCTS`, or does not go with q or with batch_invariant.

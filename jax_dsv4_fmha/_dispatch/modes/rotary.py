@@ -89,7 +89,7 @@ class Rotary(AttentionMode):
         return gradient
 
     def cotangent(self, do: jax.Array) -> jax.Array:
-        """In groups of heads, which undoes a product's transposition."""
+        """Puts do in groups of heads, which undoes a product's transposition."""
         b, s, h, d = do.shape
         heads = self.group_heads if h % self.group_heads == 0 else h
         return do.reshape(b, s, h // heads, heads, d).transpose(2, 0, 1, 3, 4)
@@ -116,7 +116,7 @@ def wanted(
     dims: Mapping[str, Any],
     implementation: _check.Implementation | None,
 ) -> list[AttentionMode]:
-    """What the option `rope` of `dsv4_attention` asks for. The reference alone has derivatives in the table.
+    """The modes that the option `rope` of `dsv4_attention` asks for. The reference alone has derivatives in the table.
 
     Args:
       o_groups: in how many groups of heads a product takes o, a divisor of h_q.
