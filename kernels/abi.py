@@ -21,7 +21,7 @@ ROPE = 64  # dimensions of a head that RoPE rotates, the last ones
 
 @dataclass(frozen=True)
 class Mode:
-    """How an op of attention computes. The default is the plain way; `jax_dsv4_fmha/_host/mode.py` has the same."""
+    """A way of computing an op of attention, by default the plain one; `jax_dsv4_fmha/_host/mode.py` has the same."""
 
     rotary: bool = False  # q comes before the norm of its heads and RoPE, and o leaves after RoPE back
     precision: str = ""  # of products: one of `FP8`
@@ -70,7 +70,7 @@ class Variant:
 
     @property
     def identity(self) -> str:
-        """What decides its code besides sources and compilers, in words: the build's digest hashes them."""
+        """The facts, in words, that decide its code besides sources and compilers: the build's digest hashes them."""
         facts = {"op": self.name, "arch": self.arch, "module": self.module, **self.choices}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in facts.items())})"
 
@@ -90,12 +90,12 @@ class Variant:
 
     @property
     def splits(self) -> bool:
-        """Whether the keys of a tile of rows may be split over CTAs."""
+        """True if the keys of a tile of rows may be split over CTAs."""
         return False
 
     @property
     def evidence(self) -> str:
-        """How we know that it is right."""
+        """The evidence that it is right, in words: it has run on hardware, or it has not."""
         return EVIDENCE[self.arch]
 
 
@@ -130,7 +130,7 @@ class Forward(Variant):
 
     @property
     def shared_kv(self) -> bool:
-        """Whether one array is both K and V."""
+        """True if one array is both K and V."""
         return self.op != "mha_fwd"
 
     @property
@@ -143,32 +143,32 @@ class Forward(Variant):
 
     @property
     def shares_tiles(self) -> bool:
-        """Whether tiles of rows, with heads of one query each, share tiles of keys, which TMA loads."""
+        """True if tiles of rows, with heads of one query each, share tiles of keys, which TMA loads."""
         return self.mode == FEW_HEADS
 
     @property
     def turns(self) -> bool:
-        """Whether it norms q, turns it by RoPE, and turns o back."""
+        """True if the kernel norms q, turns it by RoPE, and turns o back."""
         return self.mode.rotary
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether its products are of e4m3, and so are its keys."""
+        """True if its products are of e4m3, and so are its keys."""
         return self.mode.precision != ""
 
     @property
     def keeps_rope(self) -> bool:
-        """Whether RoPE's part of scores is of bfloat16 all the same."""
+        """True if RoPE's part of scores is of bfloat16, and other products of e4m3."""
         return self.mode.precision == BF16_ROPE
 
     @property
     def gathers_by_tma(self) -> bool:
-        """Whether TMA loads all keys that are not packed."""
+        """True if TMA loads all keys that are not packed."""
         return self.shared_kv and self.arch == "sm_100f"
 
     @property
     def moves_rows(self) -> bool:
-        """Whether threads load q and store o."""
+        """True if threads load q and store o, and TMA does not."""
         return self.gathers_by_tma or self.is_e4m3
 
     @property
@@ -291,12 +291,12 @@ class MlaBackward(Variant):
 
     @property
     def turns(self) -> bool:
-        """Whether it norms q and turns it by RoPE, turns dout, and makes dq through both."""
+        """True if the kernel norms q and turns it by RoPE, turns dout, and makes dq through both."""
         return self.mode.rotary
 
     @property
     def bounds(self) -> bool:
-        """Whether it makes bounds of keys' gradients, which the units of fixed point follow from, and no gradients."""
+        """True if it makes bounds of keys' gradients, which the units of fixed point follow from, and no gradients."""
         return self.mode.bounds
 
     @property

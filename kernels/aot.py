@@ -21,7 +21,7 @@ from .variants import VARIANTS
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel module's `compile(variant, out_dir)` returns."""
+    """The result of a kernel module's `compile(variant, out_dir)`."""
 
     cubin: bytes
     symbol: str  # the kernel's name inside the cubin

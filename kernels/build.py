@@ -96,7 +96,7 @@ def imports(module: str, text: str) -> frozenset[str]:
 
 @functools.cache
 def code(text: str) -> str:
-    """What a compiler sees of a module: no comments, no docstrings, no layout."""
+    """Returns a digest of what a compiler sees of a module: no comments, no docstrings, no layout."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:

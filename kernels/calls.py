@@ -164,7 +164,7 @@ def attention(op: str, mode: Mode = PLAIN, sources: Arrays = (), **attributes: s
 
 
 def of_rows(do: str) -> Arrays:
-    """What the gradient of attention takes for each row of q; do: the axes of that."""
+    """Returns the arrays that the gradient of attention takes for each row of q; do: the axes of dO."""
     numbers = arrays("lse: f32[b s_q h_q]", "sink_factor: f32[b s_q h_q]", "delta: f32[b s_q h_q]")
     return (array("q: T[b s_q h_q d]"), array(f"do: T[{do}]", "dout"), *numbers)
 

@@ -48,7 +48,7 @@ def listing(cubin: Path) -> list[str]:
 
 
 def differences(before: Path, after: Path, most: int = 6) -> tuple[int, list[str]]:
-    """How many lines of the listings differ, and the first of them."""
+    """Counts the lines of the listings that differ, and returns at most `most` of them too."""
     old, new = listing(before), listing(after)
     if old == new:
         return 0, []

@@ -1,11 +1,11 @@
-"""How entries are packed in a page, by the name of the layout: data for the kernels, the C++ launcher and the tests."""
+"""The packing of entries in a page, by the name of the layout: data for the kernels, the C++ launcher and the tests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the bytes of packed entries are in a page of n entries."""
+    """The layout of the bytes of packed entries in a page of n entries."""
 
     values: int  # bytes of an entry's numbers
     scales: int  # bytes of their scales

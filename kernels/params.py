@@ -62,7 +62,7 @@ TILING = each(
 
 
 def gathers(sources: tuple[str, ...]) -> bool:
-    """Whether keys differ from query to query: a tile of rows has one query's heads then, and all keys are gathered."""
+    """True if keys differ from query to query: a tile of rows has one query's heads then, and all keys are gathered."""
     return any(kind != "span" for kind in sources)
 
 

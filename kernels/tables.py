@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).parents[1] / "jax_dsv4_fmha" / "_host"
 
 
 def described(variant: Variant) -> Record:
-    """What Python knows of a variant without its cubin."""
+    """Returns what Python knows of a variant without its cubin."""
     named = ("family", "arch", "choices", "splits", "evidence")
     return {"key": variant.key, "op": variant.name} | {name: getattr(variant, name) for name in named}
 

@@ -1,4 +1,4 @@
-"""What the build writes of `calls.TARGETS`: calls.h and targets.cc for C++, and the same for Python as data.
+"""The files that the build writes of `calls.TARGETS`: calls.h and targets.cc for C++, and the same for Python as data.
 
 calls.h has, for every family of calls, a struct of what XLA passes to one, and of every custom call its arrays with
 their axes, by which `CheckArrays` in ffi/operands.h checks them. targets.cc has the handlers. abi.h gets `arrays()`.

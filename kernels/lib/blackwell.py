@@ -1,4 +1,4 @@
-"""How every kernel for Blackwell begins and ends, and how its warps meet: its barriers, and its columns of TMEM."""
+"""The frame of every kernel for Blackwell: its start and end, the barriers of its warps, and its columns of TMEM."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,11 +14,11 @@ from .tiles import TileAllocator
 
 
 class InOrder:
-    """What the mbarriers of a kernel inherit: they lie in SMEM in the order of `Config.barriers`, which has
-    (how many, arrivals in a phase) of each kind. Their first field comes first, of a ring its `full`."""
+    """The base class of a kernel's mbarriers: they lie in SMEM in the order of `Config.barriers`, which has (how many,
+    arrivals in a phase) of each kind. Their first field comes first, of a ring its `full`."""
 
     def initialise(self, config: Any) -> None:
-        """By one thread."""
+        """Initialises all the barriers, each with its number of arrivals; one thread does so."""
         first = getattr(self, fields(self)[0].name)
         first = first.full if isinstance(first, Ring) else first
         for i, arrivals in enumerate(arrivals for count, arrivals in config.barriers for _ in range(count)):
@@ -43,16 +43,16 @@ class Cta:
 
 
 class BlackwellKernel:
-    """What a kernel inherits beside what it shares with other chips'. Its config has `cluster` and `barriers`."""
+    """The base class of kernels, beside what they share with other chips'. Its config has `cluster` and `barriers`."""
 
     @property
     def paired(self) -> bool:
-        """Whether a product is of both CTAs of a cluster."""
+        """True if both CTAs of a cluster make a product together."""
         return self.config.cluster == 2
 
     @property
     def columns(self) -> int:
-        """Of TMEM: all, where a CTA is alone on its SM."""
+        """The columns of TMEM that a CTA allocates: all, where it is alone on its SM."""
         return COLUMNS
 
     @cute.jit

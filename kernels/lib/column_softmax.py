@@ -140,7 +140,7 @@ def add(a: Float32, b: Float32) -> Float32:
 
 
 def exists(tile: RowTile, column: Int32) -> cutlass.Boolean:
-    """Whether a column of a query's tile is one of its heads."""
+    """Tells whether a column of a query's tile is one of its heads."""
     return (column < tile.n.box_inner) & (tile.inner0 + column < tile.n.inner)
 
 

@@ -97,7 +97,7 @@ class ForwardKernel(Kernel):
         self.launch_persistent(rows, output, sources, results, scaling, n=n, ctas=ctas, stream=stream)
 
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Any:
-        """What determines the scale of a row's logits, as the kernel takes it."""
+        """Returns what determines the scale of a row's logits, as the kernel takes it: here `scale_log2` alone."""
         return scale_log2
 
     def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ LARGE = 0x7F7F7F7F  # added to codes below 128 it carries into the highest bit u
 
 @cute.jit
 def scales_of(codes: Uint32, lane: Int32) -> tuple[Uint32, Float32]:
-    """What a lane of a quad multiplies raw numbers by, a pair of bf16, and what the key's product is multiplied by.
+    """Returns a lane's factor for raw numbers, as a pair of bf16, and the factor of the key's product.
 
     A raw number is 2^-126 of what it stands for. So one power of two brings it where it belongs, if the scale is 2 at
     most. A key with a greater one is divided by half of its greatest; then a number below 2^-133 is 0.
@@ -46,7 +46,7 @@ def scales_of(codes: Uint32, lane: Int32) -> tuple[Uint32, Float32]:
 
 
 def is_large(codes: Uint32) -> Boolean:
-    """Whether any of four codes is greater than `GREATEST`."""
+    """Tells whether any of four codes is greater than `GREATEST`."""
     return ((codes & Uint32(LARGE)) + Uint32(LARGE)) & codes & Uint32(0x80808080) != 0
 
 

@@ -1,4 +1,4 @@
-"""What the indexer's kernels of scores share: their sizes, and products of keys by heads."""
+"""The sizes that the indexer's kernels of scores share, and their products of keys by heads."""
 
 import cutlass.cute as cute
 from cutlass import Float32

@@ -63,7 +63,7 @@ class Kernel:
         self.launch(*operands, n, ctas=ctas, stream=stream, cluster=cluster)
 
     def examples(self, variant: Variant) -> tuple:
-        """What the entry takes, without the stream, for compilation."""
+        """Returns examples of what the entry takes, without the stream, for compilation."""
         raise NotImplementedError
 
     def compile(self, variant: Variant, out_dir: Path, **facts: int) -> Compiled:

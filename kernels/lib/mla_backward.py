@@ -1,4 +1,4 @@
-"""What the kernels of the gradient over a latent share: their entry, the arguments that they are compiled for, and how
+"""Code that kernels of the gradient over a latent share: their entry, the arguments that they are compiled for, and how
 they open their sources.
 
 The entry takes plain arrays and numbers, the same for all kernels, and passes each kernel the same bundles of them.
@@ -22,7 +22,7 @@ from .tile_scheduler import TileScheduler
 
 
 class Turning(NamedTuple):
-    """What determines the norm and RoPE of q, and where dO of its rows is."""
+    """The operands that determine the norm and RoPE of q, and the place of dO of its rows."""
 
     table: cute.Pointer  # float32 [b, s_q, 64]: cos and sin of each pair of the last columns, by turns
     eps: Float32
@@ -141,7 +141,7 @@ class MlaBackwardKernel(Kernel):
     # ---- on the device, where rows of a cluster have the same keys
 
     def tile_scheduler(self, n: Extents) -> TileScheduler:
-        """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
+        """Schedules tiles: where keys are gathered, heads of a query follow one another and share keys in L2."""
         c = self.config
         sections = (Int32(1), 1) if c.gathers else ()
         return TileScheduler.of(n, *sections, cluster=c.cluster)

@@ -45,7 +45,7 @@ NEGATIVE = (0x3D3E3F40, 0x34383A3C)  # 0x40 - n
 
 @dataclass(frozen=True)
 class Format:
-    """How an entry is packed, as a lane sees it that has a part of each slab."""
+    """The packing of an entry, as a lane sees it that has a part of each slab."""
 
     packing: Packing
     bits: int  # of a number
@@ -90,7 +90,7 @@ class Format:
 
     @property
     def chunks(self) -> int:
-        """Of a row of a slab, that a lane has."""
+        """The number of 16-byte chunks that a lane has of a row of a slab."""
         return SLAB // CHUNK // self.lanes
 
     def piece_words(self, slab: int) -> int:
@@ -101,7 +101,7 @@ class Format:
         return [self.scale_words(slabs), *(self.piece_words(slab) for slab, _ in self.pieces_ahead(slabs))]
 
     def slots(self, slabs: range) -> list[int]:
-        """Where among the lane's words each of them begins: wide ones come first. They want aligned registers, and
+        """Returns where each load begins among the lane's words: wide ones come first. They want aligned registers, and
         formats that share registers then want the same ones aligned."""
         loads = self.loads(slabs)
         order = sorted(range(len(loads)), key=lambda i: -loads[i])
@@ -109,11 +109,11 @@ class Format:
         return [at for _, at in sorted(zip(order, first, strict=False))]
 
     def words(self, slabs: range) -> int:
-        """That a lane holds of so many slabs."""
+        """Counts the words that a lane holds of so many slabs."""
         return sum(self.loads(slabs))
 
     def offset(self, slab: int, chunk: int) -> int:
-        """Where the first lane's piece begins, in bytes."""
+        """Returns the bytes from the beginning of an entry to the first lane's piece."""
         before = slab * self.slab_bytes + chunk * self.lanes * 16
         return before + self.packing.scales if slab >= self.slabs and self.packing.after else before
 
@@ -222,7 +222,7 @@ class PackedSelection(Selection):
         return self.keys.toint() + Int64(places.units[key]) * UNIT
 
     def scales_at(self, places: Places, key: int, slab: int) -> Int64:
-        """Where the scales of a slab begin."""
+        """Returns the address at which the scales of a slab begin."""
         form, packing = self.format, self.format.packing
         to_scales: Any = packing.values
         if packing.separate_scales and places.scales is not None:
@@ -278,16 +278,15 @@ class PackedSelection(Selection):
         places: Places,
         then: cutlass.Constexpr,
     ):
-        """What was fetched becomes bf16 in a key tile. A key's registers get its slabs `then`, if there are any, as
-        soon as they are free.
-        """
+        """Turns what was fetched into bf16 in a key tile. A key's registers get its slabs `then`, if there are any, as
+        soon as they are free."""
         for key in cutlass.range_constexpr(cute.size(held.words, mode=[1])):
             self.unpack_key(held, places, slabs, mine, key)
             if cutlass.const_expr(len(then) > 0):
                 self.fetch_key(held, places, then, mine.part, key)
 
     def unpack_key(self, held: Held, places: Places, slabs: range, mine: Any, key: int) -> None:
-        """By `mine.put(slab, key, chunk, words)`, of a thread that has the part `mine.part` of a slab."""
+        """Unpacks a key by `mine.put(slab, key, chunk, words)`, for a thread with the part `mine.part` of a slab."""
         form = self.format
         first, *slots = form.slots(slabs)
         scales = held.get(key, first, form.scale_words(slabs))
@@ -333,7 +332,7 @@ class Part:
 
 
 def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> tuple[Uint32, ...]:
-    """What `unpacked` takes for a part of the slab-th of those that these words are for."""
+    """Returns a scale as `unpacked` takes it, for a part of the slab-th of those slabs that these words are for."""
     word, byte = divmod(slab * form.scales_a_slab, WORD)
     mine = Uint32(part * form.scales_a_slab // form.lanes) if form.scales_a_slab > 1 else Uint32(0)
     if form.scales == "ue8m0":

@@ -1,4 +1,4 @@
-"""What the kernels of head-summed probabilities share on all chips: what the host hands over, and what loads.
+"""The code that kernels of head-summed probabilities share on all chips: what the host hands over, and what loads.
 
 CTAs are persistent: one takes every gridDim-th query. It takes more heads `tile_m` at a time, and adds them to the
 result. Four warps load Q of a query and its keys, by pieces of columns, so that loads never stop.

@@ -33,7 +33,7 @@ class RowSpan:
         """Nothing to read ahead of `mask`."""
 
     def is_cut(self, t: Int32) -> cutlass.Boolean:
-        """Whether some row of the tile of rows does not see all keys of tile t."""
+        """Tells whether some row of the tile of rows does not see all keys of tile t."""
         span = self.source
         key0 = span.lo + t * span.tile_n
         return (key0 < span.lo_all) | (key0 + span.tile_n > span.hi_all)

@@ -71,7 +71,7 @@ def divide(a: Int32, b: Int32) -> tuple[Int32, Int32]:
 
 
 def count(a: Int32, b: Int32) -> Int32:
-    """How many b cover a, which is not 0."""
+    """Returns how many b cover a, which is not 0."""
     return divide(a - 1, b)[0] + 1
 
 
@@ -127,7 +127,7 @@ def boxes(
 
 @dataclass(frozen=True)
 class RowTile:
-    """Where one CTA's rows lie, and which part of their keys it takes."""
+    """The place of one CTA's rows, and which part of their keys it takes."""
 
     n: Extents
     split: Int32
@@ -199,7 +199,7 @@ class PlacedTile(RowTile):
 
 @dataclass(frozen=True)
 class BoxedRows:
-    """Where the rows that a thread holds lie in a tile's box: the same in every tile."""
+    """The places in a tile's box of the rows that a thread holds: the same in every tile."""
 
     inner: tuple[Int32, ...]
     outer: tuple[Int32, ...]

@@ -1,4 +1,4 @@
-"""What the kernels of an indexer's scores share on all chips: their tiles, what the host hands over, and what loads.
+"""Code that kernels of an indexer's scores share on all chips: their tiles, what the host hands over, and what loads.
 
 A tile is 128 keys by 256 columns, each a (query, head) pair. With a cache, a table names the pages of keys, and queries
 are few: a tile is then 256 keys by 128 columns, so that fewer products are wasted. Callers make room for scores by
@@ -78,7 +78,7 @@ class ScoresConfig:
 
     @property
     def key_elements(self) -> int:
-        """Of memory, that a key has."""
+        """The number of elements in memory that a key has."""
         return D
 
     @property
@@ -105,7 +105,7 @@ class ScoresConfig:
 
     @property
     def tile_bytes(self) -> int:
-        """Of shared memory, with what is published."""
+        """The bytes of shared memory for tiles, with what is published."""
         tiles = self.stages_q * self.q_bytes + self.stages_k * self.k_bytes
         return 1024 + tiles + 4 * PUBLISHED * self.stages_q
 
@@ -134,7 +134,7 @@ class Extents(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where the keys of a cache are, for each batch entry."""
+    """The sizes by which the keys of a cache are found, for each batch entry."""
 
     width: Int32  # pages of a batch entry
     page: Int32  # keys of a page

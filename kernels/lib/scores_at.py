@@ -1,4 +1,4 @@
-"""What the kernels of an indexer's scores at given entries share on all chips: their host side, and what loads.
+"""Code that kernels of an indexer's scores at given entries share on all chips: their host side, and what loads.
 
 A CTA has a query. Its one warpgroup gathers a tile of keys by cp.async while it works on the one before, and an SM has
 several CTAs, so that others' products run under one's sums.

@@ -1,4 +1,4 @@
-"""What Hopper's kernels of an indexer's scores share: four warpgroups that multiply and sum up, and a loading warp."""
+"""The roles in Hopper's kernels of scores of an indexer: four warpgroups multiply and sum up, and a warp loads."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class Barriers:
     k: Ring
 
     def initialise(self) -> None:
-        """By one thread; a warp of consumers arrives once."""
+        """Initialises both rings; one thread does so. A warp of consumers arrives once."""
         self.q.initialise(1, CONSUMERS // WARP)
         self.k.initialise(1, CONSUMERS // WARP)
 

@@ -56,7 +56,7 @@ class Span:
         return self.hi - self.first_key(t)
 
     def needs_clearing(self, t: Int32) -> cutlass.Boolean:
-        """Whether tile t also loads keys that no query sees. As values they would add 0 * NaN if they are NaN.
+        """Tells whether tile t also loads keys that no query sees. As values they would add 0 * NaN if they are NaN.
 
         After the last key of the array TMA fills in zeros.
         """

@@ -27,14 +27,14 @@ MINE = SLAB // CHUNK // QUAD  # chunks of a row's slab that a lane takes
 
 
 class Turn(NamedTuple):
-    """What determines the norm and the rotation of rows."""
+    """The operands that determine the norm and the rotation of rows."""
 
     scale_log2: Float32
     table: cute.Pointer  # float32 [b, s_q, SLAB]: cos and sin of each pair of the last columns, by turns
     eps: Float32
 
     def at(self, tile: RowTile, boxed: BoxedRows, r: int) -> cute.Pointer:
-        """Where the rotations of a thread's row are; a row that does not exist has those of another one."""
+        """Returns where the rotations of a thread's row are; a row that does not exist has those of another one."""
         _, query, _ = tile.place(boxed, r)
         return tile.at_query(self.table, cutlass.min(query, tile.n.s_q - 1), SLAB)
 
@@ -77,7 +77,7 @@ def prepare_rows(
 
 
 def sum_of_squares(chunks: list[cute.Tensor]) -> Float32:
-    """Of chunks in SMEM, all of which are loaded first; four chains have a quarter of the latency of one."""
+    """Sums the squares of chunks in SMEM, all loaded first; four chains have a quarter of the latency of one."""
     sums, given = [Float32(0.0)] * 4, [loaded(chunk) for chunk in chunks]
     for x in given:
         for k, value in enumerate(as_float(x)):

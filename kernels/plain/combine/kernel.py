@@ -87,7 +87,7 @@ class CombineKernel(Kernel):
 
 @dataclass(frozen=True)
 class Parts:
-    """What the splits of a row have left: four columns of o, from an address on, and lse."""
+    """The parts of a row that its splits have left: four columns of o, from an address on, and lse."""
 
     o: Int64
     lse: Int64

@@ -48,7 +48,7 @@ class Config:
 
 
 class Sorted(NamedTuple):
-    """What a launch makes."""
+    """The arrays that a launch makes."""
 
     list: cute.Pointer  # int32 [rows]: the row in each place
     weights: cute.Pointer  # float32 [rows]: its weight

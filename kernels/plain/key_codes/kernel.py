@@ -64,7 +64,7 @@ class Config:
 
     @property
     def unit(self) -> int:
-        """Where a key's unit is in what is made of it."""
+        """The byte at which a key's unit begins in what is made of the key."""
         return D + 2 * ROPE * self.rope
 
     @property
@@ -152,7 +152,7 @@ class KeyCodesKernel(Kernel):
         numbers: cute.Tensor,
         lane: Int32,
     ):
-        """What is made of a warp's keys."""
+        """Writes what is made of a warp's keys: codes, with `rope` some numbers in bfloat16, and a unit for each."""
         c = self.config
         exponents = cute.make_rmem_tensor(c.tile_n, Int32)
         for i in cutlass.range_constexpr(c.tile_n):
@@ -274,7 +274,7 @@ def write_rope(numbers: cute.Tensor, inverse: Float32, place: cute.Pointer, lane
 
 
 def as_numbers(numbers: cute.Tensor, words: cute.Tensor) -> None:
-    """Of pairs of bfloat16."""
+    """Takes pairs of bfloat16 apart, into float32 numbers."""
     for j in range(NUMBERS // 2):
         numbers[2 * j] = float_of(Int32(words[j] << Uint32(16)))
         numbers[2 * j + 1] = float_of(Int32(words[j] & Uint32(0xFFFF0000)))

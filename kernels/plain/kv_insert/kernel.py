@@ -286,7 +286,7 @@ class KvInsertKernel(Kernel):
 
     @cute.jit
     def insert(self, numbers: cute.Tensor, sequence: Int32, k: Int32, index: Int32, arrays: Arrays, n: Extents):
-        """By a warp: entry `index` of a sequence, whose row of the table is k, from a lane's numbers of it."""
+        """A warp inserts entry `index` of a sequence, whose row of the table is k, from each lane's numbers of it."""
         c, lane = self.config, cute.arch.lane_idx()
         first = WARP - DIMS // c.numbers  # of the lanes whose numbers are turned
         weight, turns = (cute.make_rmem_tensor(c.numbers, Float32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""How a warp packs an entry: the encoders of `_definitions/packed.py`, bit for bit. A lane's numbers are neighbours."""
+"""A warp packs an entry by the encoders of `_definitions/packed.py`, bit for bit. A lane's numbers are neighbours."""
 
 import math
 import struct
@@ -80,7 +80,7 @@ def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
 
 
 def bits(x: float) -> int:
-    """Of a float32."""
+    """Returns the bits of a float32, as a signed integer."""
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 

@@ -40,7 +40,7 @@ class Config:
 
 
 def quotient(a: Int32, b: Int32) -> Int32:
-    """Of nonnegative numbers."""
+    """Divides nonnegative numbers, as unsigned ones."""
     return Int32(Uint32(a) // Uint32(b))
 
 
@@ -63,7 +63,7 @@ class Made(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where a cache has its entries."""
+    """The numbers that lead to a cache's entries, through a table of pages or without one."""
 
     table: cute.Pointer  # int32 [b, width]
     width: Int32  # pages of a sequence

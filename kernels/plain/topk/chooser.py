@@ -264,7 +264,7 @@ class Chooser:
 
     @cute.jit
     def judge(self, source, i: Int32, last: Int32, rank: Uint32) -> tuple[Boolean, Boolean]:
-        """Whether the i-th score is above the rank, and whether it equals it."""
+        """Tells whether the i-th score is above the rank, and whether it equals it."""
         its = source.rank(cutlass.min(i, last - 1))
         there = i < last
         return there & (its > rank), there & (its == rank)

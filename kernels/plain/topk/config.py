@@ -47,7 +47,7 @@ class Config:
 
 @dataclass(frozen=True)
 class SharedConfig(Config):
-    """Where the CTAs of a cluster share a row."""
+    """The choices where the CTAs of a cluster share a row."""
 
     threads: int = SHARED_THREADS
     smem_bytes: int = 4 * (

@@ -44,7 +44,7 @@ OF_WARP = WARP * VECTOR  # scores that a warp loads at a time
 
 @dataclass(frozen=True)
 class Part:
-    """What a warp has of a row: `vectors` loads in a row, once in each round."""
+    """The part of a row that a warp has: `vectors` loads one after the other, once in each round."""
 
     line: cute.Pointer
     first: Int32  # that the query sees
@@ -142,7 +142,7 @@ class SharedChooser:
 
     @cute.jit
     def ranks_of(self, v: Int32) -> cute.Tensor:
-        """Of the thread's v-th vector."""
+        """Returns the ranks of the thread's v-th vector."""
         mine = cute.make_rmem_tensor(VECTOR, Uint32)
         cute.autovec_copy(self.ranks[None, self.thread, v], mine)
         return mine

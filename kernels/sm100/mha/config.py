@@ -41,7 +41,7 @@ class Config:
 
     @property
     def keys(self) -> int:
-        """Of a tile: as many as its product of scores has columns."""
+        """The keys of a tile: as many as its product of scores has columns."""
         return 128
 
     @property
@@ -66,7 +66,7 @@ class Config:
 
     @property
     def emulated(self) -> int:
-        """Of eight pairs of exponentials, those that polynomials give."""
+        """The number of pairs of exponentials, out of eight, that polynomials give."""
         return 2 if self.row_tiles == 2 else 0  # exp2 is scarce there
 
     @property
@@ -80,7 +80,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread of the softmax, the correction, and the others."""
+        """The registers of a thread of the softmax, of the correction, and of the others."""
         return (200, 64, 48) if self.row_tiles == 2 else (256, 152, 96)
 
     @property
@@ -124,7 +124,7 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Of the ring of keys and values: as many as fit, with the barriers."""
+        """The number of stages in the ring of keys and values: as many as fit, with the barriers."""
         return (SMEM_LIMIT - 512 - self.fixed_bytes) // self.stage_bytes
 
     @property

@@ -128,7 +128,7 @@ class MhaFwdSm100(BlackwellKernel, ForwardKernel):
         return cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO if self.config.cluster == 2 else CtaGroup.ONE)
 
     def commit(self, barrier: cute.Pointer) -> None:
-        """Of the thread that issues products: arrive when those so far are done, in both CTAs of a pair."""
+        """Arrives at a barrier when the products that this thread issued are done, in both CTAs of a pair."""
         if self.config.cluster == 2:
             tcgen05.commit(barrier, 0b11, CtaGroup.TWO)
         else:
@@ -510,7 +510,7 @@ class MhaFwdSm100(BlackwellKernel, ForwardKernel):
 
     @cute.jit
     def hear(self, cta: Cta, i: cutlass.Constexpr, sent: Int32, lane: Int32) -> Float32:
-        """What this row of O is to be multiplied with."""
+        """Waits for what this row of O is to be multiplied with, and returns it."""
         state = cta.bar.factor_of(i).at(sent)
         state.wait_full()
         factor = cta.smem.factor[i * LANES + lane]

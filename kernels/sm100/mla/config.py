@@ -30,12 +30,12 @@ class Config:
 
     @property
     def gathers(self) -> bool:
-        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        """True if the keys differ from query to query: then a tile holds heads of one query only."""
         return gathers(self.sources)
 
     @property
     def unpacks(self) -> bool:
-        """Whether warps unpack what they gather; then all keys are packed."""
+        """True if warps unpack what they gather; then all keys are packed."""
         return self.sources[0] in PACKED
 
     @property
@@ -53,12 +53,12 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Of tiles of keys: as many as fit."""
+        """The number of tiles of keys in the ring: as many as fit."""
         return 6 if self.cluster == 2 else 3
 
     @property
     def tiles_ahead(self) -> int:
-        """How many tiles of keys scores run ahead of P V: so many have to be there beside the tile of P V."""
+        """The number of tiles of keys that scores run ahead of P V: so many have to be there beside the tile of P V."""
         return min(BUFFERS, self.stages - 2)
 
     @property
@@ -75,7 +75,7 @@ class Config:
 
     @property
     def teams(self) -> int:
-        """Of warps that load; they take tiles by turns."""
+        """The number of teams of warps that load; they take tiles by turns."""
         return self.cluster if self.unpacks else 1
 
     @property
@@ -84,7 +84,7 @@ class Config:
         return WARP * self.loader_warps // self.teams
 
     def before_turn(self, fill, thread):
-        """How many fills come, after so many, before the one that this thread's team makes."""
+        """Counts the fills that come, after so many, before the one that this thread's team makes."""
         return (thread // self.team + fill) % self.teams
 
     @property
@@ -100,7 +100,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Where registers are shared out among warpgroups, the last one has idle warps."""
+        """The threads of a CTA; where registers are shared out among warpgroups, the last one has idle warps."""
         warps = self.mma_warp + 1
         return WARP * (-(-warps // 4) * 4 if self.unpacks else warps)
 
@@ -114,7 +114,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int, int, int]:
-        """Of a thread of the softmax, of rows, of loading and of products; 0 where they keep what they begin with.
+        """Registers of a thread of the softmax, of rows, loading and products; 0 where they keep what they begin with.
 
         Where threads hold packed keys, all get what four warpgroups have at launch, shared out anew.
         """
@@ -165,13 +165,13 @@ class Config:
         return RAILS // self.cluster
 
     def slab_of(self, slab: int) -> int:
-        """Where a slab of a CTA's columns lies in a tile of keys."""
+        """Returns the place in a tile of keys, counted in slabs, of a slab of a CTA's columns."""
         rail, column = divmod(slab, self.columns_per_lane // SLAB)
         return slab if self.cluster == 2 else column * RAILS + rail
 
     @property
     def half_bytes(self) -> int:
-        """From the columns of V for O's first columns in TMEM to those for the rest."""
+        """The bytes from the columns of V for O's first columns in TMEM to those for the rest."""
         return self.slab_bytes if self.cluster == 1 else self.stage_bytes // 2
 
     def column_of(self, part, column):

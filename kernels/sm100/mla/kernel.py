@@ -185,7 +185,7 @@ class MlaFwdSm100(BlackwellKernel, ForwardKernel):
             bar.keys.at(fills0 + i).wait_empty()
 
     def open(self, cta: Cta, operands: Any, tile: RowTile) -> Any:
-        """What the rows of all CTAs see together."""
+        """Opens a source: finds the keys of it that the rows of all CTAs see together."""
         c = self.config
         if isinstance(operands, SpanOperands):
             n = tile.n._replace(box_inner=c.cluster * tile.n.box_inner)
@@ -482,7 +482,7 @@ class MlaFwdSm100(BlackwellKernel, ForwardKernel):
 
     @cute.jit
     def of_both(self, cta: Cta, w: Row, x: Float32, joined: cutlass.Constexpr) -> Float32:
-        """What both threads of a row have of something, joined."""
+        """Returns what both threads of a row have of something, joined."""
         c = self.config
         cta.smem.of_thread[w.thread] = x
         self.meet_other(w)

@@ -28,7 +28,7 @@ class Config:
 
     @property
     def gathers(self) -> bool:
-        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        """True if the keys differ from query to query: then a tile holds heads of one query only."""
         return gathers(self.sources)
 
     @property
@@ -99,7 +99,7 @@ class Config:
 
     @property
     def partial_bytes(self) -> int:
-        """Of S, or dP: what a CTA needs from its peer."""
+        """The bytes of S, or dP, that a CTA needs from its peer."""
         return 4 * self.tile_m * self.tile_n
 
     @property

@@ -92,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a row's P and dS are made with; a row that sees nothing gets 0 for both."""
+    """The numbers that a row's P and dS are made with; a row that sees nothing gets 0 for both."""
 
     lse: Float32  # in units of log2
     factor: Float32  # the sink's
@@ -323,7 +323,7 @@ class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
                     tcgen05.commit(bar.p(which).empty, 0b11, tcgen05.CtaGroup.ONE)
 
     def counts(self, cta: Cta, slot: Int32) -> tuple[Int32, ...]:
-        """How many tiles of keys of each source a tile of rows has."""
+        """Returns the number of tiles of keys that a tile of rows has of each source."""
         return tuple(
             cute.arch.make_warp_uniform(cta.smem.info[0, 1 + i, slot]) for i in range(len(self.config.sources))
         )
@@ -401,7 +401,7 @@ class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
         load_lanes(cta.tmem + (column + w.part * c.keys_per_thread), values, w.thread)
 
     def place_given(self, cta: Cta, w: Row, which: int, i: int) -> Int32:
-        """Where four of the numbers lie that a thread is given, or gives: in the SMEM of the row's owner."""
+        """Returns the address of four of the numbers that a thread gives or is given, in SMEM of the row's owner."""
         return cta.smem.given.toint() + which * self.config.partial_bytes + i * (WARPGROUP * 16) + w.place * 16
 
     @cute.jit
@@ -598,7 +598,7 @@ class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
 
 
 def place_in_memory(column: Int32) -> Int32:
-    """Where a column of dKV lies: in the order of `jax_dsv4_fmha/_host/gradients.py`, as Hopper's registers have it."""
+    """Maps a column of dKV to its place: the order of `jax_dsv4_fmha/_host/gradients.py`, as in Hopper's registers."""
     return column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 * 2 + column % 2
 
 

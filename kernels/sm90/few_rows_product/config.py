@@ -35,12 +35,12 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """That have registers on an SM. With two, clusters of 4 and 8 leave no SM idle."""
+        """The number of CTAs that have registers on an SM. With two, clusters of 4 and 8 leave no SM idle."""
         return 1 if self.norms or (self.turns_back and self.row_tiles > 1) else 2
 
     @property
     def row_tiles(self) -> int:
-        """Of 64 rows."""
+        """The number of tiles of 64 rows that a CTA has."""
         return self.tile_m // ROWS_OF_WARPGROUP
 
     @property

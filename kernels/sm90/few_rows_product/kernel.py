@@ -75,7 +75,7 @@ class LowRank(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Of x, whose rows are left to be divided by their root mean square; and its eps, also that of query heads."""
+    """The norm of x, whose rows are yet to be divided by their root mean square; query heads have the same eps."""
 
     eps: Float32
     squares: cute.Pointer  # float32 [rows, tiles]: sums of squares, which add up to that of a row of k numbers
@@ -83,7 +83,7 @@ class Norm(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of an indexer's query heads."""
+    """The weights of an indexer's query heads, as they are given and as they are made."""
 
     given: cute.Pointer  # float32 [rows, columns]: those from `column` on, one for each head
     made: cute.Pointer  # float32 [rows, heads]: times `scale`, and times the scale of a quantized row
@@ -390,7 +390,7 @@ def squares_of(norm: Norm, row: Int32) -> Float32:
 
 @cute.jit
 def factor(norm: Norm, squares: Float32, k: Int32) -> Float32:
-    """What a row of x is left to be multiplied by, of `squares_of` it."""
+    """Returns what a row of x is left to be multiplied by, out of `squares_of` it."""
     found = Float32(1.0)
     if norm.tiles > 0:
         found = cute.math.rsqrt(cute.arch.warp_reduction_sum(squares) / Float32(k) + norm.eps, fastmath=True)

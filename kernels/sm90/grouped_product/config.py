@@ -27,7 +27,7 @@ class Config:
 
     @property
     def is_few(self) -> bool:
-        """Whether reading the matrices takes the time, and not multiplying."""
+        """True where reading the matrices takes the time, and not multiplying."""
         return self.max_rows <= FEW_ROWS
 
     @property
@@ -42,12 +42,12 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """That run on an SM."""
+        """The number of CTAs that run on an SM."""
         return 4 if self.is_few else 1
 
     @property
     def slabs(self) -> int:
-        """Of 64 of k, that a stage has."""
+        """The number of slabs, of 64 of k, that a stage has."""
         return 4 if self.is_few else 2
 
     @property
@@ -62,7 +62,7 @@ class Config:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """How many rows of x a product may have: the least that has a tile's rows is taken."""
+        """The numbers of rows of x that a product may have: the least that has a tile's rows is taken."""
         return tuple(range(self.step, self.max_rows + 1, self.step))
 
     @property
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def arrivals(self) -> int:
-        """Of loaders, that fill a stage."""
+        """The number of arrivals of loaders that fill a stage."""
         return 1 if self.is_few else self.loaders + 1
 
     @property
@@ -81,7 +81,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a loader's thread and of a consumer's, where a warpgroup loads."""
+        """The registers of a loader's thread and of a consumer's, where a warpgroup loads."""
         return 40, 232
 
     @property
@@ -91,7 +91,7 @@ class Config:
 
     @property
     def tiles_of_cta(self) -> int:
-        """Of 64 rows of the matrix."""
+        """The number of tiles of 64 rows of the matrix that a CTA has."""
         return self.consumers * self.units
 
     @property
@@ -101,7 +101,7 @@ class Config:
 
     @property
     def tile_bytes(self) -> int:
-        """Of 64 rows of the matrix, in a stage."""
+        """The bytes of 64 rows of the matrix in a stage."""
         return self.slabs * self.format.slab_bytes
 
     @property
@@ -110,7 +110,7 @@ class Config:
 
     @property
     def row_bytes(self) -> int:
-        """Of a slab of a row of x."""
+        """The bytes of a slab of a row of x."""
         return SLAB * element_type(self.dtype).width // 8
 
     @property
@@ -138,7 +138,7 @@ class Config:
 
     @property
     def rows_at_a_time(self) -> int:
-        """That loaders copy."""
+        """The number of rows of x that all loaders copy at a time."""
         return self.loaders // LANES_A_ROW
 
     @property

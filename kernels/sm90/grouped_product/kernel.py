@@ -199,7 +199,7 @@ class GroupedProductSm90(Kernel):
         return load(rows.list + (tile.first + i)) // n.per_row if self.config.gated else tile.first + i
 
     def codes_of(self, tile: Tile, w: cute.Pointer, n: Extents) -> Int64:
-        """Where this tile's rows of the matrix begin."""
+        """Returns the address at which this tile's rows of the matrix begin."""
         place = (Int64(tile.group) * n.tiles + tile.part * self.config.tiles_of_cta) * n.slabs
         return w.toint() + place * self.config.format.slab_bytes
 

@@ -37,7 +37,7 @@ class Config:
 
     @property
     def buffers(self) -> int:
-        """Of a tile's products in TMEM."""
+        """The number of buffers for a tile's products that TMEM has room for."""
         return COLUMNS // self.tile_m
 
     @property
@@ -46,7 +46,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread: of the warps that load, of those that sum up, and of the one that issues MMA."""
+        """The registers of a thread: of the warps that load, of those that sum up, and of the one that issues MMA."""
         return 88, 176, 72
 
     @property

@@ -71,7 +71,7 @@ class ProbabilitiesSm100(BlackwellKernel, ProbabilitiesKernel):
         self.end(warp, cta)
 
     def tiles(self, n: Extents) -> Int32:
-        """Of a query's keys."""
+        """Counts the tiles of a query's keys."""
         return ceil_div(n.topk, Int32(self.config.tile_n))
 
     # ---- products
@@ -164,7 +164,7 @@ class ProbabilitiesSm100(BlackwellKernel, ProbabilitiesKernel):
 
 @cute.jit
 def probability(product: Float32, scale_log2: Float32, shift: Float32) -> Float32:
-    """Of a head that adds nothing, 0, whatever the product is: the key may be NaN."""
+    """Returns a head's probability; 0 for a head that adds nothing, whatever the product: the key may be NaN."""
     p = exp2(product * scale_log2 - shift)
     return p if shift != Float32.inf else Float32(0.0)
 

@@ -23,7 +23,7 @@ class Config(ScoresConfig):
 
     @property
     def buffer_columns(self) -> int:
-        """Of TMEM, for the products of a tile."""
+        """The columns of TMEM for the products of a tile."""
         return self.parts * self.columns
 
     @property
@@ -32,7 +32,7 @@ class Config(ScoresConfig):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread: of the warps that issue MMA and load, and of those that sum up."""
+        """The registers of a thread: of the warps that issue MMA and load, and of those that sum up."""
         return 72, 216
 
     @property

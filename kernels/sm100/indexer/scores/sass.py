@@ -8,6 +8,6 @@ from ....sass import Products
 
 
 def products(variant: IndexerScores, facts: Mapping[str, Any]) -> Products:
-    """Of the 128 numbers of a key; a product's k is 32 bytes. Pages' keys come in two halves."""
+    """Counts products over the 128 numbers of a key; a product's k is 32 bytes. Pages' keys come in two halves."""
     halves = 1 + variant.paged
     return {"UTCQMMA": 4 * halves} if variant.dtype == "float8_e4m3fn" else {"UTCHMMA": 8 * halves}

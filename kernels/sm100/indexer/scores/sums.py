@@ -65,7 +65,7 @@ class HeadSums:
             self.sums[0, twice], self.sums[1, twice] = cute.arch.fma_packed_f32x2(cut, w, before)
 
     def seen(self, arrays: Arrays, entry: Int32, u: int, query0: Int32, key: Int32, n: Extents) -> Boolean | None:
-        """Whether query number u sees what is not before a key, where blocks are to be judged."""
+        """Tells whether a key is not before the first that query number u sees, where blocks are to be judged."""
         return key >= first_seen(arrays, entry, query0 + self.first + u, n) if self.blocks else None
 
     @cute.jit

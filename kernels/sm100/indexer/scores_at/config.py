@@ -31,7 +31,7 @@ class Config(ScoresAtConfig):
 
     @property
     def key_bytes(self) -> int:
-        """Of a tile of keys."""
+        """The bytes of a tile of keys."""
         return self.element_bytes * D * self.tile_n
 
     @property
@@ -44,7 +44,7 @@ class Config(ScoresAtConfig):
 
     @property
     def columns(self) -> int:
-        """Of TMEM, which allocates 32 at least."""
+        """The columns of TMEM: one for each head, and 32 at least, the fewest that can be allocated."""
         return max(self.heads, 32)
 
     @property

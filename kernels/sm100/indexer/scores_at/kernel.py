@@ -96,7 +96,7 @@ class IndexerScoresAtSm100(BlackwellKernel, ScoresAtKernel):
 
 @cute.jit
 def sum_over_heads(products: cute.Tensor, weights: cute.Tensor, small: cutlass.Constexpr) -> Float32:
-    """Of a key; packed, even heads and odd ones apart.
+    """Sums up a key's weighted products after ReLU; packed, even heads and odd ones apart.
 
     Maxima have half the rate of sums, and the unit that copies' addresses are made in. Where products are so small that
     x + |x| does not overflow, that is twice their ReLU exactly, and packed.

@@ -20,7 +20,7 @@ class Barriers:
     k: Ring  # pieces of keys
 
     def initialise(self) -> None:
-        """By one thread."""
+        """Initialises both rings; one thread does so."""
         self.q.initialise(WARPGROUP, CONSUMERS * WARPGROUP)
         self.k.initialise(WARPGROUP, WARPGROUP)
 

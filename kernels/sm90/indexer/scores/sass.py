@@ -8,5 +8,5 @@ from ....sass import Products
 
 
 def products(variant: IndexerScores, facts: Mapping[str, Any]) -> Products:
-    """Of the 128 numbers of a key; a product's k is 32 bytes."""
+    """Counts products over the 128 numbers of a key; a product's k is 32 bytes."""
     return {"QGMMA": 4} if variant.dtype == "float8_e4m3fn" else {"HGMMA": 8}

@@ -39,7 +39,7 @@ class HeadSums:
 
     @property
     def own_queries(self) -> int:
-        """How many of these queries' sums a lane ends up with: lanes 2 and 3 of a quad get the last ones."""
+        """The number of these queries' sums that a lane ends up with: lanes 2 and 3 of a quad get the last ones."""
         return self.queries // 2
 
     @property
@@ -63,7 +63,7 @@ class HeadSums:
         return out + Int64(self.first) * n.stride
 
     def seen(self, arrays: Arrays, entry: Int32, query0: Int32, key: Int32, n: Extents) -> tuple:
-        """Whether this lane's queries see what is not before a key, where blocks are to be judged."""
+        """Tells, where blocks are to be judged, which of this lane's queries do not begin after this key."""
         queries = range(self.own_queries if self.blocks else 0)
         return tuple(key >= first_seen(arrays, entry, query0 + self.first + u, n) for u in queries)
 

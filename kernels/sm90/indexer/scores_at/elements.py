@@ -1,4 +1,4 @@
-"""What a thread does with its elements of an accumulator, a row of which is a key, and a column a head."""
+"""The work of a thread on its elements of an accumulator, a row of which is a key, and a column a head."""
 
 from dataclasses import dataclass
 

@@ -139,7 +139,7 @@ class IndexerScoresFp4Sm90(HopperScoresKernel):
 
     @cute.jit
     def store(self, out: cute.Pointer, score: Float32, seen: cutlass.Boolean, lane: Int32):
-        """By the first two lanes of a quad; of a block's keys, which are in lanes of eight quads, the first stores."""
+        """The first two lanes of a quad store a score; for a block, whose keys are in eight, the first quad's do."""
         stores = lane < 2
         if cutlass.const_expr(self.config.blocks):
             score, stores = greatest_of_block(score, seen, (4, 8, 16)), cute.arch.lane_idx() < 2

@@ -23,7 +23,7 @@ class Config(ScoresAtConfig):
 
     @property
     def scaled(self) -> bool:
-        """Whether 4 bytes of scales go with a key."""
+        """True if 4 bytes of scales go with a key."""
         return self.element_bytes == 1 or self.of_4_bits
 
     @property

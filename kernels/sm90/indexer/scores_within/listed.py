@@ -21,7 +21,7 @@ from .smem import Shared
 
 
 class Pages(NamedTuple):
-    """Where the keys of a cache are."""
+    """The table and the sizes by which the keys of a cache are found."""
 
     table: cute.Pointer  # int32 [b, width]
     width: Int32  # pages of a batch entry
@@ -54,7 +54,7 @@ class ListedBlocks:
 
     @cute.jit
     def advance(self, t: Int32):
-        """What was read is the next tile, and tile t comes after it."""
+        """Moves on: what was read is the next tile now, and tile t comes after it."""
         self.found[1] = self.found[0]
         if cutlass.const_expr(self.pages is not None):
             which = cutlass.max(self.found[1], Int32(0)) * INDEX_BLOCK // self.pages.page
@@ -133,7 +133,7 @@ class ListedBlocks:
 
 @cute.jit
 def of_lane(address: Int64, lane: Int32) -> Int64:
-    """What another lane of the warp has."""
+    """Returns the address that another lane of the warp has."""
     low, high = (cute.arch.shuffle_sync(Int32(address >> n), lane) for n in (0, 32))
     return Int64(high) << 32 | Int64(Uint32(low))
 

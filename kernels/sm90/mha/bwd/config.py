@@ -105,7 +105,7 @@ class KeyTileConfig:
 
     @property
     def by_role(self) -> bool:
-        """Whether one warpgroup has dV and the other dK of all keys, instead of both for half of the keys."""
+        """True if one warpgroup has dV and the other dK of all keys, instead of both for half of the keys."""
         return self.d > 128
 
     @property

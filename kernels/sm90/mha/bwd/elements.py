@@ -1,4 +1,4 @@
-"""What a thread does with its elements where keys are the rows of an accumulator, and rows of Q its columns.
+"""A thread's work on its elements where keys are the rows of an accumulator, and rows of Q its columns.
 
 An accumulator here is (c, r, j): key r, and row 8 j + 2 (lane % 4) + c. What belongs to a row is read out of SMEM.
 """
@@ -26,7 +26,7 @@ def bits_below(n: Int32) -> Int32:
 
 @cute.jit
 def pair_of(x: cute.Tensor, which: cutlass.Constexpr, j: cutlass.Constexpr, column: Int32) -> cute.Tensor:
-    """What two neighbouring rows have, out of SMEM."""
+    """Loads what two neighbouring rows have, out of SMEM."""
     values = cute.make_rmem_tensor(2, x.element_type)
     place = (x[None, which].iterator + (8 * j + column)).align(8)
     cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), values)
@@ -133,7 +133,7 @@ def add_scaled(acc: cute.Tensor, factor: Float32, other: cute.Tensor):
 
 @cute.jit
 def zero_row(tile: cute.Tensor, row: Int32):
-    """By one thread: a row of a (rows, columns) slab tile, whose swizzle stays within 128 bytes of it."""
+    """Clears a row of a (rows, columns) slab tile, by one thread; the swizzle stays within 128 bytes of the row."""
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
     base = cute.recast_ptr(tile.iterator, dtype=cutlass.Uint32)
     zeros = cute.make_rmem_tensor(4, cutlass.Uint32)

@@ -29,7 +29,7 @@ class RowOperands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a kernel writes; None is what another kernel writes."""
+    """The arrays that a kernel writes, None for each that another kernel writes."""
 
     dk: cute.Pointer | None  # [b, s_kv, h_kv, d]
     dv: cute.Pointer | None

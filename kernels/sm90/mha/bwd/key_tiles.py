@@ -53,7 +53,7 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class KeysOfWarpgroup:
-    """Where 64 keys lie in an array of results, in the form of rows for `store_output`."""
+    """The places of 64 keys in an array of results, in the form of rows for `store_output`."""
 
     s_kv: Int32
     h_kv: Int32
@@ -155,7 +155,7 @@ class KeyTileKernel(MhaBackwardKernel):
         return cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(count, "add")
 
     def sees(self, operands: RowOperands, tile: KeyTile, n: Extents, i: Int32) -> cutlass.Boolean:
-        """Whether any row of tile i sees any key."""
+        """Tells whether any row of tile i of rows sees any key of this tile."""
         lo, hi = read_seen(operands.seen, tile.batch * n.tiles_of_pair + i)
         return (lo < hi) & (lo < tile.key0 + self.config.tile_n) & (hi > tile.key0)
 
@@ -170,7 +170,7 @@ class KeyTileKernel(MhaBackwardKernel):
 
     @cute.jit
     def place_rows(self, smem: KeyTileShared, n: Extents):
-        """By a thread for each row of a tile: where it lies in every tile's box."""
+        """Writes down where the rows lie in every tile's box, by a thread for each row of a tile."""
         row = cute.arch.thread_idx()[0]
         if row < self.config.tile_m:
             boxed = BoxedRows.at(n, [row])
@@ -310,7 +310,7 @@ class KeyTileKernel(MhaBackwardKernel):
     def consume(
         self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
     ) -> None:
-        """By the consumers' warps."""
+        """Makes the gradients of a tile of keys, by the consumers' warps."""
         raise NotImplementedError
 
     def store_sum(

@@ -23,7 +23,7 @@ class DqBarriers:
     v: Ring
 
     def initialise(self, c: DqConfig) -> None:
-        """By one thread."""
+        """Initialises the barriers of all rings; one thread does so."""
         consumers = c.consumers * WARPGROUP
         self.rows.initialise(1, consumers + CLEARERS)
         arrivals = (self.k_landed.full, 1), (self.k.full, CLEARERS), (self.k.empty, consumers)
@@ -70,7 +70,7 @@ class KeyTileBarriers:
     ds: Ring | None  # dS, where dQ is made
 
     def initialise(self, c: KeyTileConfig) -> None:
-        """By one thread."""
+        """Initialises the rings and the other barriers; one thread does so."""
         consumers = CONSUMERS * WARPGROUP
         cute.arch.mbarrier_init(self.keys, 1)
         self.p.initialise(WARPGROUP, WARPGROUP)

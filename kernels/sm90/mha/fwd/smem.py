@@ -22,7 +22,7 @@ class Barriers:
     v: Ring  # V, and cleared
 
     def initialise(self, c: Config, consumers: Int32) -> None:
-        """By one thread; so many threads of consumers have rows."""
+        """Initialises the barriers of all rings, by one thread; `consumers` threads have rows."""
         self.q.initialise(1, consumers + CLEARERS)
         arrivals = (self.k.full, 1), (self.v_landed.full, 1), (self.v.full, CLEARERS)
         for s in range(c.stages):

@@ -29,12 +29,12 @@ class Config:
 
     @property
     def gathers(self) -> bool:
-        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        """True if the keys differ from query to query: then a tile holds heads of one query only."""
         return self.sources[-1] != "span"
 
     @property
     def prefetches(self) -> bool:
-        """Whether sums of dKV come to L2 ahead: where each CTA adds by itself, to keys all over memory."""
+        """True if sums of dKV come to L2 ahead: where each CTA adds by itself, to keys all over memory."""
         return self.gathers and self.cluster == 1 and not self.bounds
 
     @property
@@ -67,12 +67,12 @@ class Config:
 
     @property
     def consecutive(self) -> bool:
-        """Whether places in memory follow from the first key of a tile, not from the keys that the producer lists."""
+        """True if places in memory follow from the first key of a tile, not from the keys that the producer lists."""
         return self.turns and not self.gathers
 
     @property
     def listed(self) -> int:
-        """How many keys of a tile are listed: the first, if the places of the others follow from it."""
+        """The number of keys of a tile that are listed: the first, if the places of the others follow from it."""
         return 1 if self.consecutive else self.tile_n
 
     @property
@@ -87,12 +87,12 @@ class Config:
 
     @property
     def stages_sums(self) -> bool:
-        """Whether a chunk of dKV passes through SMEM, so that a warp adds 128 bytes or more of a key at a time."""
+        """True if a chunk of dKV passes through SMEM, so that a warp adds 128 bytes or more of a key at a time."""
         return self.cluster == 1 or self.deterministic
 
     @property
     def finds_places_late(self) -> bool:
-        """Whether right looks up where it adds after what it sends: there are no registers for that before."""
+        """True if right looks up where it adds after what it sends: there are no registers for that before."""
         return self.deterministic and self.gathers and self.cluster > 1
 
     @property

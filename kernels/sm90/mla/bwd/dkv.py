@@ -1,4 +1,4 @@
-"""How `mla_bwd` makes the gradient of a tile of keys, and adds it to memory.
+"""The gradient of a tile of keys: `mla_bwd` makes it here, and adds it to memory.
 
 A lane's accumulator has four of 16 columns: two of the first eight and two of the others. These four lie together in
 memory, so that a lane adds 16 bytes without an exchange with others; `_host/gradients.py` puts the columns back.
@@ -51,7 +51,7 @@ FOUR_ROWS = 4 * 128  # bytes of 32 columns of four keys
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a thread adds to dKV."""
+    """The places in dKV to which a thread adds."""
 
     first: Int64  # address of key 0, in the thread's column of a chunk
     keys: tuple[Int32, ...] | cute.Tensor  # negative where there is no key: the thread's numbers, or the tile's in SMEM
@@ -66,7 +66,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Consecutive:
-    """Where a thread adds to dKV, if keys follow one another."""
+    """The places in dKV to which a thread adds, if keys follow one another."""
 
     first: Int64  # address of the thread's first key, in its column of a chunk
     after: Int32  # how many keys come after that one; negative where it is not there itself
@@ -265,7 +265,7 @@ class KvGradient:
 
 
 def place_of_row(row: Int32 | int, four_rows: int) -> Int32 | int:
-    """Of 32 columns of a warp's key in its SMEM."""
+    """Returns the offset in bytes of 32 columns of a warp's key in its SMEM."""
     return row * 128 if four_rows == FOUR_ROWS else row // 4 * four_rows + row % 4 * 128
 
 
@@ -328,8 +328,8 @@ def add_in_fixed_point(stage: Int32, four_rows: cutlass.Constexpr, to: Destinati
 
 
 def place_of_absent(sources: tuple, cluster: int) -> Int32:
-    """What the list of keys has for an absent one, where sums are in fixed point: less than 0, and its complement is
-    the key to which 0 is added in its place, another one for each cluster."""
+    """Returns what the list of keys has for an absent one, where sums are in fixed point: less than 0, and its
+    complement is the key to which 0 is added in its place, another one for each cluster."""
     s_kv = functools.reduce(cutlass.min, (source.s_kv for source in sources))
     return -1 - cluster_among(s_kv, cluster)
 
@@ -340,7 +340,7 @@ def key_or_other(key: Int32) -> Int32:
 
 
 def units_of_keys(first: Int64, listed: cute.Tensor, step: Int32) -> tuple[Float32, ...]:
-    """How many units are 1, of the keys that this thread has in an accumulator. first: the address of key 0's."""
+    """Loads how many units are 1, of the keys that this thread has in an accumulator. first: the address of key 0's."""
     keys = (listed[row_of(thread_again(), r)] for r in range(ROWS))
     return tuple(load_again(first + Int64(key_or_other(key)) * step) for key in keys)
 

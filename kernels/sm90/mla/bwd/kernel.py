@@ -241,7 +241,7 @@ class MlaBwdSm90(MlaBackwardKernel):
     # ---- consumers
 
     def counts(self, smem: Shared, wave: Int32) -> tuple[Int32, ...]:
-        """How many tiles of keys of each source a row tile has."""
+        """Returns the number of tiles of keys that a row tile has of each source."""
         return tuple(
             cute.arch.make_warp_uniform(smem.info[0, 1 + i, wave & 1]) for i in range(len(self.config.sources))
         )
@@ -493,8 +493,8 @@ class MlaBwdSm90(MlaBackwardKernel):
     def find_gradient(
         self, smem: Shared, of_first: cutlass.Boolean, rows: RowOperands, sources: tuple, wave: Int32, n: Extents
     ) -> tuple:
-        """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile; where its span's
-        keys end; and where the units of its keys begin, which lie one source after the other."""
+        """Finds where the gradient of this batch entry's and KV head's keys begins, in the source of a tile; where its
+        span's keys end; and where the units of its keys begin, which lie one source after the other."""
         c = self.config
         base, stop, units = self.gradient_of(sources[-1], smem, wave, n), Int32(0), Int64(0)
         if cutlass.const_expr(c.consecutive):

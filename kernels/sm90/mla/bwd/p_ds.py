@@ -1,4 +1,4 @@
-"""From the accumulators of S and dP to P and dS, in registers."""
+"""P and dS out of the accumulators of S and dP, in registers."""
 
 import cutlass
 import cutlass.cute as cute

@@ -144,7 +144,7 @@ def turn_chunk(x: cute.Tensor, of_chunk: Int32, slab: int, i: int, rotations: cu
 
 
 def read_rotations(rotations: cute.Tensor, turning: Turning, tile: PlacedTile, query: Int32, chunk: Int32) -> None:
-    """Of a chunk of a row."""
+    """Reads the rotations of a chunk of a row."""
     place = (tile.at_query(turning.table, query, SLAB) + chunk * CHUNK).toint()
     for half in range(2):
         for i, x in enumerate(load_four_if(place + half * 16, Int32(1))):
@@ -220,8 +220,8 @@ def store_zeros(rows: RowOperands, tile: PlacedTile, thread: Int32, side: cutlas
 
 
 def load_rows(q: cute.Tensor, slab: int, block: int, thread: Int32) -> tuple:
-    """Of this block of 8 columns and the next one, for each of a thread's rows, two numbers as an accumulator has them;
-    tiles begin at a multiple of 1024 bytes."""
+    """Loads, of this block of 8 columns and the next one, two numbers for each of a thread's rows, as an accumulator
+    has them; tiles begin at a multiple of 1024 bytes."""
     lane = thread % WARP
     row = thread // WARP * 16 + lane % 16  # of two matrices of 8 rows
     of_lane = q.iterator.toint() + row * ROW_BYTES + (lane // 16 ^ row % 8) * 16

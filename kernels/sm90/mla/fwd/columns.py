@@ -75,7 +75,7 @@ class Shared:
         return Shared(scores, v, p, sums, *rings)
 
     def initialise(self) -> None:
-        """By one thread: a side reads a tile's scores, and the middle its columns."""
+        """Initialises both rings, by one thread: a side reads a tile's scores, and the middle its columns."""
         self.keys.initialise(1, 2 * WARPGROUP)
         self.weights.initialise(WARPGROUP, WARPGROUP)
 

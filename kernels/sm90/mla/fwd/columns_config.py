@@ -18,7 +18,7 @@ CHUNK = 4  # that it moves at once
 
 
 class Between(NamedTuple):
-    """What the first kernel leaves for the second one, besides keys, of queries that have room for so many tiles."""
+    """The scores that the first kernel leaves for the second, besides keys, of queries with room for `tiles` tiles."""
 
     scores: cute.Pointer  # float32 [queries, head tiles, tiles, EACH / CHUNK, threads, CHUNK]; -inf for absent keys
     tops: cute.Pointer  # float32 [queries, head tiles, tiles, rows]: the greatest of each row
@@ -37,7 +37,7 @@ def query_of(tile: RowTile) -> Int32:
 
 @dataclass(frozen=True)
 class Config:
-    """Of the second kernel."""
+    """The choices of the second kernel, and the sizes that follow from them."""
 
     d: int
     dtype: str

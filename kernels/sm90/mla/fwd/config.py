@@ -27,7 +27,7 @@ class Config:
 
     @property
     def gathers(self) -> bool:
-        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        """True if the keys differ from query to query: then a tile holds heads of one query only."""
         return gathers(self.sources)
 
     @property
@@ -37,12 +37,12 @@ class Config:
 
     @property
     def unpacks(self) -> bool:
-        """Whether the producer unpacks what it gathers; then all keys are packed."""
+        """True if the producer unpacks what it gathers; then all keys are packed."""
         return self.sources[0] in PACKED
 
     @property
     def is_short(self) -> bool:
-        """Whether a producer has too few registers: for two layouts, whose entries both have numbers in bf16. It then
+        """True if a producer has too few registers: for two layouts, whose entries both have numbers in bf16. It then
         loads those of the first one late, and finds places of its scales anew."""
         return self.sources == ("v4_fp8", "v4_fp4")
 

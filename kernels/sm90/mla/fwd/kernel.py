@@ -186,7 +186,7 @@ class MlaFwdSm90(ForwardKernel):
             fills = fills + span.tiles // 2
 
     def tile_scheduler(self, n: Extents) -> TileScheduler:
-        """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
+        """Schedules tiles: where keys are gathered, heads of a query follow one another and share keys in L2."""
         c = self.config
         return TileScheduler.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else TileScheduler.of(n, run=c.run)
 
@@ -416,7 +416,7 @@ class MlaFwdSm90(ForwardKernel):
         first: cutlass.Constexpr = False,
         has_odd: cutlass.Constexpr = True,
     ):
-        """From the scores of the even tile to the products of both tiles, the last of them still in flight."""
+        """Takes left from scores of the even tile to products of both tiles, the last of them still in flight."""
         s = w.softmax
         self.mask(w, work, 2 * pair)
         s.remember_max()

@@ -1,4 +1,4 @@
-"""How the producer of `mla_fwd_sm90` fills its key tiles: by TMA, or by `cp.async`; `packed_tiles` has packed keys.
+"""The producer of `mla_fwd_sm90` fills its key tiles by TMA, or by `cp.async`; `packed_tiles` has packed keys.
 
 SMEM holds two tiles of keys, the even and the odd one of a pair. The producer refills a tile by halves of its columns,
 each as soon as it has been read for the last time. The odd tile may be longer, by keys that a separate warp copies.

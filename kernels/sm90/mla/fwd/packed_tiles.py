@@ -1,4 +1,4 @@
-"""How the producer of `mla_fwd_sm90` fills its key tiles with packed keys.
+"""The producer of `mla_fwd_sm90` fills its key tiles with packed keys.
 
 What a thread has of a half of a tile waits in registers for its place, becomes bf16 there, and makes room for the half
 that comes next. These loads find their keys in L2: as soon as all of a tile has been fetched, the keys of the tile
@@ -130,7 +130,7 @@ class PackedTiles:
         self.on_format(which, pair, PackedSelection.prefetch_keys, self.places[which], self.thread_here)
 
     def loads_late(self, place: tuple[int, int]) -> bool:
-        """Whether keys are still looked for when this half is unpacked: the numbers in bf16 are right ones."""
+        """Tells whether keys are still looked for when this half is unpacked: numbers in bf16 are in right halves."""
         return self.config.is_short and place[1] == RIGHT
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""How the producers of a cluster of two CTAs fill their key tiles with packed keys, for one another.
+"""The producers of a cluster of two CTAs fill their key tiles with packed keys, for one another.
 
 The CTAs have heads of the same query, so they read the same keys. Each unpacks half of the keys of every tile, for
 itself and for its peer: FlashMLA's crossover. Eight lanes have a key, so a warp sends whole lines of 128 bytes. A place

@@ -58,7 +58,7 @@ class Config:
 
     @property
     def unit(self) -> int:
-        """Where a key's unit is among these."""
+        """The place of a key's unit among these."""
         return self.row_bytes // 2
 
     @cached_property

@@ -450,7 +450,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
 
     @cute.jit
     def finish(self, s: Scores, bar: Barriers, smem: Shared, wave: Int32, results: RowResults, n: Extents):
-        """What O is multiplied with, with the sink; lse, without it, goes to memory. Without keys: 0 and -inf."""
+        """Makes what O is multiplied with, with the sink; lse, without it, goes to memory. Without keys: 0 and -inf."""
         state, boxed = filled(bar.sums, wave), BoxedRows.of(n, 0, s.thread, True)
         tile = RowTile.read(smem.info[None, wave & 1], n)
         state.wait_empty()
@@ -560,7 +560,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
 
 
 def in_own_registers(acc: cute.Tensor) -> None:
-    """What acc held is moved to its registers now: LLVM would do it between a fence and the first product."""
+    """Moves what acc held to its registers now: LLVM would do it between a fence and the first product."""
     words = cute.recast_tensor(cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc))), Int32)
     for i in range(cute.size(words)):
         words[i] = keep(words[i])
@@ -600,8 +600,8 @@ def rounded(*pairs: Uint32) -> Uint32:
 
 @cute.jit
 def units_of(top: Uint32) -> tuple[Uint32, Float32]:
-    """What a row is multiplied with to be rounded, as a pair of bfloat16, and its inverse. The first is NaN where a
-    number of the row is infinite."""
+    """Returns what a row is multiplied with to be rounded, as a pair of bfloat16, and its inverse. The first is NaN
+    where a number of the row is infinite."""
     exponent = cutlass.max(Int32(top >> Uint32(23)), Int32(LOWEST))
     up = (127 + TOP - exponent) * 0x00800080 if exponent < 255 else Int32(NAN)
     return Uint32(up), power_of_two(127 - TOP + exponent)

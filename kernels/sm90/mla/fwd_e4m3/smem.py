@@ -37,7 +37,7 @@ class Barriers:
         return Barriers(info, q, k, p, Ring(some(ROWS_BY_TURNS), some(ROWS_BY_TURNS), ROWS_BY_TURNS))
 
     def initialise(self, warps_of_q: int) -> None:
-        """By one thread."""
+        """Initialises all barriers, by one thread; `warps_of_q` of the loading warps have q, and the others keys."""
         warps_of_k = WARPS - warps_of_q
         self.info.initialise(1, 3 * WARPS)
         self.q.initialise(warps_of_q, WARPS)

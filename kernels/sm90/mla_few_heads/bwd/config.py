@@ -51,7 +51,7 @@ class Config:
 
     @property
     def slabs_at_a_time(self) -> int:
-        """How many slabs of dQ fit in the place of a chunk of dKV."""
+        """The number of slabs of dQ that fit in the place of a chunk of dKV."""
         return self.slot_bytes // (self.tile_m * SLAB * 2)
 
     @property

@@ -147,7 +147,7 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
     def load_rows(
         self, bar: Barriers, smem: Shared, rows: RowOperands, tile: RowTile, lists: tuple, wave: Int32, thread: Int32
     ):
-        """What was found out of a query, and its Q and dO; zeros for a head that does not exist or sees nothing."""
+        """Publishes what was found of a query, and loads Q and dO; zeros for a head that is absent or sees nothing."""
         c, n = self.config, tile.n
         head, chunk = thread // LANES_A_ROW, thread % LANES_A_ROW
         exists = (head < n.box_inner) & (tile.inner0 + head < n.inner)
@@ -267,8 +267,8 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
     def find_sums(
         self, smem: Shared, of_first: cutlass.Boolean, rows: RowOperands, sources: tuple, n: Extents, stage: Int32
     ) -> tuple:
-        """Where the gradient of the keys of this batch entry begins, in the source that a tile is of, and where their
-        units do, which lie one source after the other."""
+        """Finds where the gradient of the keys of this batch entry begins, in the source that a tile is of, and where
+        their units do, which lie one source after the other."""
         c = self.config
         batch = Int64(cute.arch.make_warp_uniform(smem.info[1, 0, stage]))
         first, units = batch * sources[-1].s_batch, Int64(0)

@@ -78,7 +78,7 @@ class Config:
 
     @property
     def numbers(self) -> int:
-        """That the producer publishes: of the tile, of the group, and of each query."""
+        """The count of the numbers that the producer publishes: of the tile, of the group, and of each query."""
         return PUBLISHED + 6 + self.group
 
     @property

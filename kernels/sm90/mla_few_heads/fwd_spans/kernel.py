@@ -62,7 +62,7 @@ FAR = 2**30
 
 @dataclass(frozen=True)
 class Group:
-    """What the queries of a group see, as one warp knows it: a lane has a query."""
+    """The keys that the queries of a group see, as one warp knows them: a lane has a query."""
 
     start: Int32
     tiles: Int32  # of its own
@@ -109,18 +109,18 @@ class Seen:
 
     @cute.jit
     def tiles(self, p: Int32) -> Int32:
-        """Of a pass."""
+        """Counts the tiles of a pass."""
         tiles = self.tiles_of_pass
         if self.passes > 1:
             tiles = ceil_div(self.length(p), Int32(SLAB))
         return tiles
 
     def offset(self, query: Int32 | int) -> Int32:
-        """By how many keys a query begins later than a pass."""
+        """Returns by how many keys a query begins later than a pass."""
         return self.offsets >> 4 * query & 15
 
     def is_fresh(self, query: int, p: Int32) -> cutlass.Boolean:
-        """Whether it has seen none before this pass."""
+        """Tells whether a query has seen no key before this pass."""
         return (self.passes == 1) | (p <= query) | (self.seeing >> query & 1 == 0)
 
     @cute.jit
@@ -192,7 +192,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
             self.add(bar, smem, n)
 
     def groups(self, n: Extents) -> TileScheduler:
-        """Of tiles that are groups of queries."""
+        """Schedules tiles that are groups of queries."""
         c = self.config
         return TileScheduler.of(n._replace(tiles_outer=ceil_div(n.outer, Int32(c.group)), box_outer=Int32(c.group)))
 
@@ -207,7 +207,7 @@ class MlaFewHeadsSpansSm90(ForwardKernel):
 
     @cute.jit
     def open(self, operands: SpanOperands, tile: RowTile) -> Group:
-        """Where no query sees a key there is a tile of keys of which none is seen."""
+        """Finds what the queries of a group see. If none sees a key there is a tile of keys of which none is seen."""
         c, lane = self.config, cute.arch.lane_idx()
         query = tile.outer0 + lane
         start, stop = clip(operands, load_span(operands, tile, cutlass.min(query, tile.n.s_q - 1)))
