@@ -28,7 +28,7 @@ class Held(NamedTuple):
 
 
 def zeros(mesh, b, capacity, d, d_index, dtype=jnp.bfloat16):
-    """For so many entries: a multiple of TURN times the devices."""
+    """Makes empty caches for so many entries; raises ValueError unless that is a multiple of TURN times the devices."""
     (ring,) = mesh.axis_names
     if capacity % (TURN * mesh.size):
         raise ValueError(f"capacity: got {capacity}, want a multiple of {TURN} entries on each of {mesh.size} devices")
@@ -37,7 +37,7 @@ def zeros(mesh, b, capacity, d, d_index, dtype=jnp.bfloat16):
 
 
 def number_held(entries, device, n):
-    """How many of the first `entries` a device holds."""
+    """Counts those of the first `entries` that a device holds."""
     rounds, rest = jnp.divmod(entries, TURN * n)
     return rounds * TURN + jnp.clip(rest - device * TURN, 0, TURN)
 
@@ -50,7 +50,7 @@ def candidates(scores, indices, device, n):
 
 
 def number_before(mine, of_all):
-    """How many of all devices' `[n, 2, b, s_q, topk]` come before each of `mine`: those that score higher, and the
+    """Counts those of all devices' `[n, 2, b, s_q, topk]` that come before each of `mine`: with a higher score, or as
     lower entries of its own score."""
     score, entry = jax.lax.bitcast_convert_type(mine[0], jnp.float32)[..., None], mine[1][..., None]
     scores, entries = jax.lax.bitcast_convert_type(of_all[:, 0], jnp.float32)[..., None, :], of_all[:, 1, ..., None, :]

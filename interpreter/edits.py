@@ -81,7 +81,7 @@ def drop_waits(text: str, offsets: set[int], which: slice = slice(None)) -> str:
 
 
 def move_waits(text: str, offset: int, to: int) -> str:
-    """Who waits for the mbarrier at `offset` waits for the one at `to` instead."""
+    """Lets whoever waits for the mbarrier at `offset` wait for the one at `to` instead."""
     chosen = waits(text, {offset})
     if not chosen:
         raise LookupError(f"nothing waits for the mbarrier at {offset}")

@@ -44,7 +44,7 @@ class PlantedFault(Generic[K, C]):
         return edited
 
     def findings(self, run: Callable[[PlantedFault[K, C], int], object], seeds: Iterable[int]) -> list[Exception]:
-        """What `run` raises, with the fault planted, for each seed."""
+        """Returns what `run` raises, with the fault planted, for each seed; LookupError if it once raises nothing."""
         found: list[Exception] = []
         for seed in self.seeds or seeds:
             try:
@@ -66,7 +66,7 @@ class PlantedFault(Generic[K, C]):
         }
 
     def is_shown_by(self, found: Iterable[Exception]) -> bool:
-        """Whether every error shows one of its symptoms, and each symptom is shown."""
+        """True if every error shows one of its symptoms, and each symptom is shown."""
         shown = list(map(self.symptoms_of, found))
         return all(shown) and set().union(*shown) == set(range(1 + len(self.also)))
 
@@ -77,8 +77,8 @@ class PlantedFault(Generic[K, C]):
         seeds: Iterable[int] = (0, 1),
         among: Iterable[PlantedFault[K, C]] = (),
     ) -> list[Exception]:
-        """What each run raises; asserts that it is one of this fault's symptoms, that each of them is seen, and that no
-        other fault has the same."""
+        """Returns what each run raises; asserts that it is one of this fault's symptoms, that each of them is seen, and
+        that no other fault has the same."""
         found = self.findings(run, seeds)
         for error in found:
             assert self.symptoms_of(error), f"{type(error).__name__}: {error}"

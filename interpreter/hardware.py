@@ -114,7 +114,7 @@ class AttentionRun(Run[attention.Operands]):
         return x
 
     def on_gpu(self, x: attention.Operands) -> tuple[Array, ...]:
-        """With keys split into so many parts whatever the shapes say."""
+        """Calls the library's function with keys split into so many parts, whatever the shapes say."""
         import jax
 
         variant, heads = self.variant, x.shape.h_q
@@ -150,7 +150,7 @@ class GradientRun(Run[gradients.Operands]):
 
     @property
     def sums_rows(self) -> bool:
-        """Whether dq is a sum in any order, not the gradients of keys."""
+        """True where dq is a sum in any order, and the gradients of keys are not."""
         return self.variant.op == "mha_dqdkdv"
 
     @property

@@ -38,7 +38,7 @@ class Row:
     more: str = ""
 
     def fits(self, path: str) -> int:
-        """How long a part of the path it names; 0 if none."""
+        """Returns the length of the longest of its names that fits the path; 0 if none does."""
         return max(
             (len(x) for x in self.change if path == x or path.startswith(f"{x}/") or _matches(path, x)), default=0
         )
@@ -56,7 +56,7 @@ def table(path: Path = ROOT / "tests/which.toml") -> tuple[list[str], list[Row]]
 
 
 def chosen(paths: Sequence[str], always: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], list[str], list[str]]:
-    """For changed files: tests to run, tests that interpret kernels, and files that no row names."""
+    """Returns for changed files the tests to run, tests that interpret kernels, and files that no row names."""
     run, interpret, unknown = dict[str, None](), dict[str, None](), list[str]()
     for path in paths:
         if path.endswith(".py"):
@@ -86,7 +86,7 @@ def changed(since: str) -> list[str]:
 
 
 def commands(paths: Sequence[str], tests: Sequence[str]) -> Iterator[list[str]]:
-    """What shows that the change is right, quickest first."""
+    """Yields the commands that show that the change is right, quickest first."""
     python = [path for path in paths if path.endswith(".py")]
     cxx = [path for path in paths if path.endswith((".h", ".cc"))]
     if python:

@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def plants_a_fault(item: pytest.Item) -> bool:
-    """Whether a test is of a fault in a kernel, and not of one in a program written by hand."""
+    """True for a test of a fault in a kernel, and not for one of a fault in a program written by hand."""
     callspec = getattr(item, "callspec", None)
     faults = [x for x in callspec.params.values() if isinstance(x, PlantedFault)] if callspec else []
     return any(not isinstance(fault.kernel, Handwritten) for fault in faults)
@@ -90,7 +90,7 @@ NOT_TESTED = {v.key for v in VARIANTS} - {v.key for v in TESTED}
 
 
 def runs_the_rest(item: pytest.Item) -> bool:
-    """Whether a test is of Blackwell, or of one kernel that `make test` does not build."""
+    """True for a test of Blackwell, or of one kernel that `make test` does not build."""
     callspec = getattr(item, "callspec", None)
     values = callspec.params.values() if callspec else []
     keys = (getattr(getattr(x, "variant", x), "key", x) for x in values)
@@ -117,7 +117,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --quick: no list says which tests do that, they are skipped when they come to it."""
+    """Skips tests with --quick when they come to it, for no list says which tests do that."""
 
     def skips(what: str) -> Any:
         return lambda *_, **__: pytest.skip(f"--quick: {what}")
@@ -259,7 +259,7 @@ def pytest_pyfunc_call() -> Any:
 
 @pytest.fixture(scope="module")
 def quick_to_compile() -> Iterator[None]:
-    """For modules of many small programs, each of which is compiled for one run."""
+    """Lets XLA optimise little, for modules of many small programs, each of which is compiled for one run."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -312,7 +312,7 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def no_gpu(monkeypatch, request):
-    """As if there were none, except for a test that is marked gpu."""
+    """Behaves as if there were no GPU, except for a test that is marked gpu."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(library, "local_architectures", lambda: ())
 
@@ -324,7 +324,7 @@ def one_built(monkeypatch):
 
 @pytest.fixture
 def as_if_gpu(monkeypatch, no_gpu, one_built):
-    """As if there were a GPU with enough memory; the ops then run on the CPU."""
+    """Behaves as if there were a GPU with enough memory; the ops then run on the CPU."""
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
     monkeypatch.setattr(check, "_device", lambda: device)
@@ -332,7 +332,7 @@ def as_if_gpu(monkeypatch, no_gpu, one_built):
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if every kernel were built, for an architecture that this machine does not have."""
+    """Behaves as if every kernel were built, for an architecture that this machine does not have."""
     monkeypatch.setattr(library, "variants", every_kernel)
     monkeypatch.setattr(library, "shipped_for", lambda op, **_: ("sm_90a",))
     monkeypatch.setattr(library, "local_architectures", lambda: ())

@@ -1,4 +1,4 @@
-"""Whether this process can still use its GPUs: after an illegal address, say, every call of the driver fails."""
+"""Finds whether this process can still use its GPUs: after an illegal address, say, every call of the driver fails."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def lost() -> str | None:
 
 
 def _after_all(driver: Any, device: int) -> Any:
-    """What the driver says when all work of a device has ended."""
+    """Waits until all work of a device has ended, and returns what the driver says then."""
     error, context = driver.cuDevicePrimaryCtxRetain(device)
     if error != driver.CUresult.CUDA_SUCCESS:
         return error

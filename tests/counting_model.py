@@ -14,7 +14,7 @@ LOGIT = 1000.0
 
 
 class Caches(NamedTuple):
-    """What a real model's would be, but for entries: the tokens of each place, in pages."""
+    """Caches in a real model's form that hold, instead of entries, the tokens of each place, in pages."""
 
     tokens: jax.Array
     """int32 `[pages, page]`"""

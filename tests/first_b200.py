@@ -57,7 +57,7 @@ def answers() -> Iterator[tuple[str, Handwritten, Array]]:
 
 
 def same(got: Array, want: Array) -> bool:
-    """Of a masked array those words that are not masked."""
+    """True if both are equal; of a masked array only in those words that are not masked."""
     return bool((np.ma.getdata(got) == want).all())
 
 
@@ -81,7 +81,7 @@ class Chip:
         self.is_there = True
 
     def program(self, x: Handwritten) -> Handwritten | None:
-        """For this chip, if it has what the program asks for."""
+        """Returns the program for this chip, or None if that has not what it asks for."""
         if x.target == "sm_90a" or self.target != "sm_90a":
             return replace(x, target=self.target)
         return None

@@ -217,7 +217,7 @@ class Run:
         return Worker(process, mine, log)
 
     def collected(self, ready: Ready) -> None:
-        """What the first worker found: the tests of this run, and files that are broken."""
+        """Takes in what the first worker found: the tests of this run, and files that are broken."""
         if not ready.has_device:
             raise Stop(f"there is no {self.platform} device here: {ready.device}")
         self.to_run = [name for name in ready.tests if name not in self.passed_before]

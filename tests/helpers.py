@@ -41,7 +41,7 @@ ONE_BUILT = library.BuiltVariant(
     spill_bytes=0,
     cubin_bytes=42488,
 )
-"""What the library says of a kernel"""
+"""The facts that the library tells of a kernel"""
 
 
 @functools.cache

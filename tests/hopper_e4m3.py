@@ -1,4 +1,4 @@
-"""What `mla_fwd_e4m3_sm90` computes, in `jnp`: its sums as Hopper's tensor cores make them, its tiles and references.
+"""Computes in `jnp` what `mla_fwd_e4m3_sm90` does: sums as Hopper's tensor cores make them, its tiles and references.
 
 **A product of e4m3** (`wgmma` of k 32) adds 32 products of codes, and what the accumulator holds, at once. All 33
 numbers are cut, toward zero, to multiples of u = 2**(E - 13), where E is the greatest of their exponents; of a product
@@ -54,7 +54,7 @@ def in_place(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def lost_at_most(a: jax.Array, b: jax.Array) -> jax.Array:
-    """How far `in_place` may be from exact sums: u for each number that a product cuts, and for the cut of its sum."""
+    """Bounds how far `in_place` is from exact sums: u for each number that a product cuts, and for its sum's cut."""
     return _in_place(a, b)[1]
 
 
@@ -197,7 +197,7 @@ def _rounded(x: jax.Array) -> jax.Array:
 def csa_fwd_e4m3(
     q: Any, near: Any, start: Any, stop: Any, far: Any, indices: Any, length: Any, sink: Any, **how: Any
 ) -> Numbers:
-    """With the operands of the kernel's call (`jax_dsv4_fmha/_host/attention.py`)."""
+    """Takes the operands of the kernel's call (`jax_dsv4_fmha/_host/attention.py`)."""
     return numbers(q, (Listed.of_span(near, start, stop), Listed.of_list(far, indices, length)), sink, **how)
 
 
@@ -223,7 +223,7 @@ def assert_within(got: Any, made: Numbers) -> None:
 
 
 def assert_right(got: Any, x: attention.Operands, scale: float) -> None:
-    """What a GPU answers: where products are of e4m3, by its sums, and otherwise by `attention.assert_right`."""
+    """Judges what a GPU answers: by its sums where products are of e4m3, and otherwise by `attention.assert_right`."""
     if not x.is_e4m3:
         attention.assert_right(got, x, scale)
     else:

@@ -12,7 +12,7 @@ V4 = 64, "float8_e4m3fn", 448, 448e-4
 WINDOW = 32, "float8_e4m3fn", 448, 1e-4
 ENTRIES = 16, "float4_e2m1fn", 6, 6 * 2.0**-9
 INDEX = 32, "float4_e2m1fn", 6, 1e-30
-"""How models keep rows: so many numbers share a scale; their dtype, its greatest number, and the least amax"""
+"""Formats of kept rows: how many numbers share a scale; their dtype, its greatest number, and the least amax"""
 
 
 def kept(x, how, plain=0):
@@ -136,7 +136,7 @@ def layer(one, p, x, shared):
 
 
 def attended(one, p, c, t, keys):
-    """What the token at t, with queries made of c, takes from keys [n, d]."""
+    """Returns what the token at t, with queries made of c, takes from keys [n, d]."""
     o = []
     for h in range(one.heads):
         q = c @ p["wq_b"][:, h]

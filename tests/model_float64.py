@@ -107,7 +107,7 @@ def run(model, params, tokens, main=None):
 
 
 def drafts(dspark, params, tokens):
-    """What a model of drafts.py proposes after the last of these tokens, which it has not read yet."""
+    """Returns what a model of drafts.py proposes after the last of these tokens, which it has not read yet."""
     params = exactly(params)
     p, eps = params["drafts"] | {name: params[name] for name in ("embed", "head")}, dspark.stack.layers[0].eps
     means = np.concatenate(run(dspark.model, params, tokens[:-1])[1], -1)

@@ -29,13 +29,13 @@ def probing(blocks: Sequence[Sequence[int]], keys: int, d: int) -> np.ndarray:
 
 
 def read_off(o: np.ndarray, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each half of the columns and each pair of blocks, how many keys are added after the two have met."""
+    """Returns, for each half of the columns and each pair of blocks, how many keys are added after the two have met."""
     keys, n = sum(map(len, blocks)), len(pairs(len(blocks)))
     return [[round(float(x) * keys) for x in o[first : first + n]] for first in (0, o.size // 2)]
 
 
 def in_turn(blocks: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
-    """What is read off where one block after the other is added, in this order."""
+    """Returns what is read off where one block after the other is added, in this order."""
     rank = {block: i for i, block in enumerate(order)}
     after = [sum(len(blocks[b]) for b in order[i + 1 :]) for i in range(len(order))]
     return [after[max(rank[i], rank[j])] for i, j in pairs(len(blocks))]

@@ -73,7 +73,7 @@ class Subject:
         return lambda text: edits.drop_waits(text, {self.barrier(text, name)}, which)
 
     def judge_as_it_is(self) -> None:
-        """Its launch, unchanged."""
+        """Runs the kernel unchanged, and raises if its answer is wrong."""
         x = attention.operands(self.kernel.variant, **self.case)
         for seed in SEEDS:
             run = launch(self.kernel, x, seed=seed, processors=1)

@@ -32,7 +32,7 @@ class Rate:
     tells: str = ""  # what a miss would say
 
     def of(self, taken: Callable[[Handwritten], float]) -> float:
-        """Where `taken` is the clocks of a program."""
+        """Returns the rate in its unit, where `taken` tells the clocks of a program."""
         few, many = (taken(self.program(n)) for n in (self.few, self.many))
         each = (many - few) / (self.many - self.few)
         return self.amount / each if self.amount else each
@@ -41,7 +41,7 @@ class Rate:
         return self.of(lambda x: clocks.run(replace(x, target=target).machine()).clocks)
 
     def measured(self, target: str, sms: int, rounds: int = 9) -> float:
-        """On the first CUDA device: of several runs the one in the middle."""
+        """Measures on the first CUDA device; of several runs the one in the middle counts."""
 
         def taken(x: Handwritten) -> float:
             x = timed(replace(x, target=target, ctas=sms if self.everywhere else x.ctas))
@@ -90,13 +90,13 @@ def loads(n: int) -> str:
 
 
 def beside_loads(n: int) -> Handwritten:
-    """For a product of 128 x 128 some eight loads of 512 bytes."""
+    """Products of 128 x 128, with some eight loads of 512 bytes beside each."""
     program = products(n, m=128, n=128)
     return replace(program, body=program.body.replace("ISSUED:", f"ISSUED:\n{loads(8 * n // 3)}"))
 
 
 def beside_shuffles(n: int) -> Handwritten:
-    """For a product of 128 x 128 some 32 shuffles, by the warps 1 to 3."""
+    """Products of 128 x 128, with some 32 shuffles beside each, by the warps 1 to 3."""
     program = products(n, m=128, n=128)
     given = [f"  mov.b32 %r{190 + k}, %r1;" for k in range(8)]
     lines = [f"  shfl.sync.bfly.b32 %r{190 + k % 8}, %r{190 + k % 8}, 1, 31, -1;" for k in range(32 * n // 3)]
@@ -105,7 +105,7 @@ def beside_shuffles(n: int) -> Handwritten:
 
 
 def beside_copies(n: int) -> Handwritten:
-    """For a product of 128 x 128 a copy of 2 KiB from memory, all by one thread of warp 1."""
+    """Products of 128 x 128, with a copy of 2 KiB from memory beside each, all by one thread of warp 1."""
     program = products(n, m=128, n=128)
     size = 2048
     source = np.concatenate([program.given, np.zeros(size // 4, np.uint32)])
@@ -135,7 +135,7 @@ CHAINS = 50  # of exponentials of exponentials, no two of which begin alike: ptx
 
 
 def exponentials(n: int, warps: int = 8) -> Handwritten:
-    """Of every lane; each hangs on the one before it in its chain alone."""
+    """A program of n exponentials of every lane; each hangs on the one before it in its chain alone."""
     chains = [f"%r{20 + k}" for k in range(CHAINS)]
     given = "\n".join(f"sub.s32 {x}, {-k}, %r1;\ncvt.rn.f32.s32 {x}, {x};" for k, x in enumerate(chains))
     body = "\n".join(f"ex2.approx.ftz.f32 {x}, {x};" for x in (chains[k % CHAINS] for k in range(n)))
@@ -232,7 +232,7 @@ MADE:
 
 
 def tmem_loads(n: int, columns: int = 32) -> Handwritten:
-    """By each of four warps n times: four loads of 32 columns, and a wait. ptxas keeps loads that are used in part."""
+    """Four loads of 32 columns and a wait, n times by each of four warps. ptxas keeps loads that are used in part."""
     words = [", ".join(f"%r{20 + columns * part + k}" for k in range(columns)) for part in range(4)]
     used = "\n".join(f"  add.s32 %r19, %r19, %r{20 + columns * part};" for part in range(4))
     loads = "\n".join(f"  tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{x}}}, [%r18];" for x in words)

@@ -146,7 +146,7 @@ def identifiers(path: Path, source: str) -> set[str]:
 
 
 def come_back(path: Path, names: Iterable[str], words: Iterable[Retired]) -> list[str]:
-    """Which of a file's identifiers are retired words."""
+    """Lists those of a file's identifiers that are retired words, each with the word to say."""
     here = [r for r in words if any(map(path.is_relative_to, r.folders))]
     retired = re.compile("|".join(translate(r.word) for r in here) or "$^")  # most names are none of them
     found = ((name, r) for name in sorted(filter(retired.match, names)) for r in here if fnmatchcase(name, r.word))

@@ -92,7 +92,7 @@ WAYS = {
 
 @jax.jit
 def judged(params, names, values, asked):
-    """By way: how many answers are right, how many are those of bfloat16, and o beside bfloat16's."""
+    """Returns for each way the share of right answers and of bfloat16's, how far o is from bfloat16's, and the loss."""
     right, made = jnp.take_along_axis(values, asked, 1), {}
     usual = attend(params, names, values, asked).astype(jnp.float32)
     said = answers(params, usual).argmax(-1)

@@ -171,7 +171,7 @@ class Prompt:
         yield "chunk", dataclasses.replace(self, first=0, count=self.first + self.count)
 
     def tokens(self) -> list[tuple[int, int]]:
-        """Of each row of the result: sequence and position."""
+        """Returns the sequence and the position of each row of the result."""
         return [(i, self.first + t) for i in self.sequences for t in range(self.count)]
 
     def run(self, w: World) -> Any:
@@ -372,7 +372,7 @@ def worlds(seed: int, kinds: Sequence[str] = tuple(KINDS), **how: Any) -> Iterat
 
 
 def fuzz(seconds: float, seed: int = 0, calls: int = 8, **how: Any) -> tuple[Counter[str], list[str]]:
-    """How many queries and calls were compared, by what they see; and what differs."""
+    """Compares calls for so many seconds; returns how many queries, by what they see, and calls, and what differs."""
     end, compared, found = time.monotonic() + seconds, Counter[str](), []
     rng = np.random.default_rng(seed)
     for w in worlds(seed, **how):

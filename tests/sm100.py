@@ -1,4 +1,4 @@
-"""How tests run Blackwell's forward kernels, which nobody has run on hardware, and how they plant faults in them."""
+"""Runs Blackwell's forward kernels, which nobody has run on hardware, for tests, and plants faults in them."""
 
 import contextlib
 import dataclasses
@@ -127,8 +127,8 @@ def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> 
 
 
 def assert_right(key: str, case: str, first: int) -> None:
-    """In an order of its own; where `TWICE`, with the same bits in two, on one and on two CTAs or pairs. A kernel that
-    unpacks keys runs in one order: the rest of its code is that of a kernel that does not.
+    """Interprets a kernel in one order; a case of `TWICE` gives the same bits in two, on one and on two CTAs or pairs.
+    A kernel that unpacks keys runs in one order: the rest of its code is that of a kernel that does not.
     """
     kernel, variant = Kernel.of(SM100[key]), SM100[key]
     twice = case in TWICE and variant.dtype == "bfloat16" and not {*variant.sources} & PACKED.keys()
@@ -143,7 +143,7 @@ def assert_right(key: str, case: str, first: int) -> None:
 KIB = 1024
 OF_DENSE = {"q": 64 * KIB, "keys": 160 * KIB}, {"o": 256, "scores": 128, "p": 128}
 OF_LATENT = {"keys": 192 * KIB, "p": 16 * KIB, "exchange": 16 * KIB}, {"o": 256, "q": 128, "scores": 128}
-"""What lies in shared memory, in order, and in which columns of TMEM."""
+"""The regions of shared memory, in order, and the columns of TMEM."""
 
 
 def by_name(message: str, kernel: Kernel) -> str:

@@ -1,4 +1,4 @@
-"""What the interpreter says of a planted fault, as patterns that hold in whatever order two unordered events happen.
+"""Patterns of what the interpreter says of a planted fault, in whatever order two unordered events happen.
 
 A region is the name of a place in shared memory.
 """

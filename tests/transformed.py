@@ -187,7 +187,7 @@ def reduced_elements(case: Case, operands: dict[str, jax.Array], layout: dict[st
 
 
 def loops(jaxpr: Any, target: str, inside: bool = False) -> tuple[int, int]:
-    """How often a primitive occurs in a jaxpr, and how often in a loop of it."""
+    """Counts how often a primitive occurs in a jaxpr, and how often in a loop of it."""
     total = looped = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == target:

@@ -79,7 +79,7 @@ def rows_exchanged(distance: int) -> Callable[[Array], Array]:
 
 
 def half_of_each(half_of: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """Of each key j one half of its columns, half_of(j), and zeros."""
+    """Returns a function that keeps of each key j one half of its columns, half_of(j), and makes the others zeros."""
 
     def halved(k: Array) -> Array:
         kept = np.arange(k.shape[-1]) // (k.shape[-1] // 2) == half_of(np.arange(k.shape[1]))[:, None, None]
@@ -149,8 +149,8 @@ def without_rescaling(tile: int) -> Answer:
 
 
 def maximum_of_a_part(parts: int, part_of: Callable[[Array], Array]) -> Answer:
-    """As many threads share a row, each the keys j with part_of(j) its number; each weighs by its own maximum, and the
-    first writes lse."""
+    """Lets `parts` threads share a row, each the keys j with part_of(j) its number; each weighs by its own maximum, and
+    the first writes lse."""
 
     def answer(x: Operands, scale: float) -> tuple[None, Array]:
         s = logits(x, scale)
@@ -165,7 +165,7 @@ def maximum_of_a_part(parts: int, part_of: Callable[[Array], Array]) -> Answer:
 
 
 def with_keys_for(queries: Callable[[Array], Array], where: Callable[[Array], Array]) -> Answer:
-    """As `with_keys_at`, for some queries."""
+    """Answers as `with_keys_at` does for some queries, and right for the others."""
 
     def answer(x: Operands, scale: float) -> tuple[Array, Array]:
         chosen = queries(np.arange(x.shape.s_q))[None, :, None]

@@ -1,4 +1,4 @@
-"""From the messages of a chat to the text that a model goes on from, by a template in Jinja, as checkpoints have it.
+"""Turns a chat's messages into the text that a model goes on from, by a template in Jinja, as checkpoints have it.
 
 The templates are rendered by `transformers`, for whose environment they are written. It needs no PyTorch.
 """

@@ -1,4 +1,4 @@
-"""What the programs share: a model from a directory or a small random one, its mesh, and its words."""
+"""The parts that the programs share: a model from a directory or a small random one, its mesh, and its words."""
 
 import argparse
 import functools
@@ -44,7 +44,7 @@ OF_V41 = {
     "engram_head_dim": 64, "engram_vocab_size": 5, "engram_compressed_vocab_size": 23, "engram_pad_token_id": 2,
     "dspark_target_layer_ids": [1, 3], "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
-"""What V4.1's differs in: layers that read others' entries and choices, and an engram"""
+"""The entries in which V4.1's differs: layers that read others' entries and choices, and an engram"""
 
 
 def config_of(random: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def opened(
 
 
 class Words:
-    """From text to tokens and back, by a directory's tokenizer.json; without one, tokens are numbers in decimal."""
+    """Turns text into tokens and back, by a directory's tokenizer.json; without one, tokens are numbers in decimal."""
 
     def __init__(self, checkpoint: str | None, vocabulary: int) -> None:
         self.vocabulary, self.tokenizer = vocabulary, None
@@ -168,7 +168,7 @@ class Words:
         return checked_tokens(name, found, self.vocabulary) if found else np.zeros(0, np.int32)
 
     def stream(self) -> "Text":
-        """What makes text of a request's tokens as they come."""
+        """Returns what makes text of one request's tokens as they come."""
         return Text(self.tokenizer)
 
 
@@ -187,7 +187,7 @@ class Text:
             self.stream = DecodeStream(skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """What the token adds: nothing for one that ends inside of a character, or that is special."""
+        """Returns the text that a token adds: none for one that ends inside of a character, or that is special."""
         if self.tokenizer is None:
             return f"{token} "
         try:
@@ -204,7 +204,7 @@ class Text:
         return self.end() if len(self.held) == LONGEST_CHARACTER else ""  # the stream decodes these at every token
 
     def end(self) -> str:
-        """What is left at the end: a part of a character."""
+        """Returns the text of the tokens that are still held: at the end, a part of a character."""
         if not self.held:
             return ""
         text = self.tokenizer.decode(self.held)

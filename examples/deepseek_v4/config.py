@@ -61,7 +61,7 @@ class Entries:
         return tuple(Entries({name: x}).integer(name, least=0, most=most) for x in found)
 
     def hash_layers(self, layers: int) -> int:
-        """How many layers, the first ones, choose experts by the token's number; V4.1 has none."""
+        """Returns how many layers, the first ones, choose experts by the token's number; V4.1 has none."""
         names = ("num_hash_layers", "n_hash_layers")
         kinds = self.all.get("mlp_layer_types")
         if kinds is None:

@@ -44,7 +44,7 @@ class DSpark:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "DSpark":
-        """Of a config.json, as `Model.from_config`; raises ValueError if the model has no such layers."""
+        """Reads a config.json, as `Model.from_config` does; raises ValueError if the model has no layers for drafts."""
         model, read = Model.from_config(config), Entries(config)
         if not read.has("dspark_block_size"):
             raise ValueError("config: wanted dspark_block_size, …, for drafts of the model's own")
@@ -71,7 +71,7 @@ class DSpark:
         )
 
     def with_precision(self, precision: str | None) -> "DSpark":
-        """As `Model.with_precision`; a draft is made as without."""
+        """Does what `Model.with_precision` does; a draft is made as without."""
         return dataclasses.replace(self, model=self.model.with_precision(precision))
 
     @property
@@ -82,12 +82,12 @@ class DSpark:
         return self.model(params, tokens)
 
     def read(self, params: Any, tokens: jax.Array, caches: Caches, start: Any, lengths: jax.Array) -> Any:
-        """As `Model.read`. Caches of drafts get the latents of these tokens, too."""
+        """Does what `Model.read` does. Caches of drafts get the latents of these tokens, too."""
         out, after = self.model.chunk(params, tokens, caches, start, lengths)
         return out.logits[:, 0], self._after(params, out, caches, after, "__call__", start, lengths)
 
     def steps(self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array) -> Any:
-        """As `Model.steps`. Caches of drafts get the latents of these tokens, too."""
+        """Does what `Model.steps` does. Caches of drafts get the latents of these tokens, too."""
         out, after = self.model.new(params, tokens, caches, start, lengths)
         return out.logits, self._after(params, out, caches, after, "step", start, lengths)
 
@@ -139,6 +139,6 @@ class DSpark:
         return self.model.joined(params)
 
     def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, steps: int = 1, **pages: Any) -> Caches:
-        """As `Model.cache`; caches of drafts have room for a block, which sees all of its window."""
+        """Makes the caches of `Model.cache`, and those of drafts, with room for a block that sees all of its window."""
         drafts = self.stack.cache(b, max_length, dtype, steps=max(steps, self.block + 1), **pages).layers
         return self.model.cache(b, max_length, dtype, steps=steps, **pages)._replace(drafts=drafts)

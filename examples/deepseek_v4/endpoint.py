@@ -74,7 +74,7 @@ class StreamOptions(Form):
 
 
 class Asked(Form):
-    """What completions and chats have in common."""
+    """The fields that requests for completions and for chats have in common."""
 
     model: str
     stream: bool = False
@@ -156,7 +156,7 @@ class Refused(HTTPException):
 
 
 def refusal(e: ValidationError) -> Refused:
-    """What is said of the first thing that is wrong."""
+    """Returns the refusal that names the first field that is wrong, and says how."""
     first = e.errors(include_url=False)[0]
     where, message = ".".join(map(str, first["loc"])), first["msg"]
     if not first["loc"]:
@@ -175,7 +175,7 @@ def refusal(e: ValidationError) -> Refused:
 
 
 class Stream:
-    """What a request says, on its way to the client."""
+    """The tokens that a request says, on their way to the client as text."""
 
     def __init__(self, text: Text, stops: list[str]) -> None:
         self.text, self.stops, self.new, self.has_new = text, stops, deque[int | Exception](), asyncio.Event()
@@ -204,7 +204,7 @@ class Stream:
             yield piece, finish
 
     def before_stop(self, new: str, goes_on: bool) -> tuple[str, bool]:
-        """As much of the text as can be said now, and whether a stop comes after it."""
+        """Returns as much of the text as can be said now, and whether a stop comes after it."""
         text, self.held = self.held + new, ""
         if found := [at for stop in self.stops if (at := text.find(stop)) >= 0]:
             return text[: min(found)], True

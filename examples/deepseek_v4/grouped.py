@@ -24,7 +24,7 @@ COLUMNS, DEPTH, WARPS, STAGES = 256, 64, 8, 3
 
 
 class Blocks(NamedTuple):
-    """Where rows go that are sorted by expert, each expert's from the beginning of a block on."""
+    """The places of rows sorted by expert, each expert's from the beginning of a block on."""
 
     source: jax.Array
     """int32 `[n, size]`: the row in each place, or the number of rows where there is none"""
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(expert: jax.Array, experts: int) -> Blocks:
-    """Of rows with these experts `[rows]`; a number that is not below `experts` is none."""
+    """Sorts rows with these experts `[rows]` into blocks; a number that is not below `experts` is none."""
     rows = len(expert)
     size = min(max(16, 1 << (rows // experts).bit_length()), 128)
     n = rows // size + experts
@@ -167,7 +167,7 @@ def _launched(kernel: Callable[..., None], grid: tuple[int, ...], out: Any, shap
 
 
 def _is_tiled(rows: int, columns: int, dtype: Any) -> bool:
-    """Whether there is a kernel with such tiles."""
+    """True if Triton is installed, and has a kernel for such tiles."""
     return triton is not None and min(rows, columns) >= 16 and dtype != jnp.float32
 
 

@@ -45,7 +45,7 @@ SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax
 
 
 class Caches(NamedTuple):
-    """What a model keeps of its sequences. All caches have the same places and the same table of pages."""
+    """The caches that a model keeps of its sequences. All have the same places and the same table of pages."""
 
     layers: Sequence[LayerCache]
     history: History | None = None
@@ -180,7 +180,7 @@ class Model:
     def chunk(
         self, params: Any, tokens: jax.Array, caches: Caches, start: Any, lengths: jax.Array
     ) -> tuple["Forward", Caches]:
-        """As `read`, with all that `forward` returns."""
+        """Does what `read` does, and returns all that `forward` returns."""
 
         def attend(layer, p, x, cache, shared):
             return layer(p, x, cache, shared, start=start, lengths=lengths)
@@ -205,7 +205,7 @@ class Model:
     def new(
         self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array
     ) -> tuple["Forward", Caches]:
-        """As `steps`, with all that `forward` returns."""
+        """Does what `steps` does, and returns all that `forward` returns."""
 
         def attend(layer, p, x, cache, shared):
             return layer.step(p, x, cache, shared, start=start, lengths=lengths)
@@ -296,7 +296,7 @@ class Model:
 
     @jax.named_scope("connections")
     def connections(self, p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """How the streams go into a sublayer and out of it, `[b, s, n]` twice, and past it, `[b, s, n, n]`."""
+        """Computes how streams go into a sublayer and out of it, `[b, s, n]` twice, and past it, `[b, s, n, n]`."""
         n = self.streams
         numbers = projected(p["fn"], x, self.layers[0].eps)
         pre, post, mix = (
@@ -351,7 +351,7 @@ class Model:
     def of_experts(
         self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
     ) -> jax.Array:
-        """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
+        """Sums what experts add for each token: part number `part` of all, in w13 `[e, hidden, 2, inner]` and w2."""
         e, k, m = len(jax.tree.leaves(w13)[0]), self.chosen, self.hidden
         if isinstance(w13, PackedExperts):
             return fused_moe(x, w13, w2, chosen - part * e, weights, limit=self.limit)
@@ -458,7 +458,7 @@ class Model:
 
 
 class Forward(NamedTuple):
-    """What `Model.forward` makes."""
+    """The results of `Model.forward`."""
 
     logits: jax.Array
     """float32 `[b, s, vocabulary]`"""
@@ -468,7 +468,7 @@ class Forward(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """What goes from layer to layer."""
+    """The n residual streams of each token, as they go from layer to layer."""
 
     x: jax.Array
     """`[b, s, n, hidden]`"""
@@ -484,7 +484,7 @@ def spec_of(w: Any, spec: P) -> P:
 
 
 def rows_of(x: jax.Array) -> P:
-    """Which axes of the mesh share out x `[b, s, …]`: those whose devices then have as much as one another."""
+    """Returns the axes of the mesh that share out x `[b, s, …]`: those whose devices then have equally much."""
     size = jax.sharding.get_abstract_mesh().shape
     return P(*(name if n % size[name] == 0 else None for name, n in zip(("data", "context"), x.shape, strict=False)))
 

@@ -66,7 +66,7 @@ def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, toke
         return jax.tree.map(lambda x, p, s: jax.lax.with_sharding_constraint(x.astype(s.dtype), p), params, spec, shape)
 
     def shared_out(x: jax.Array) -> jax.Array:
-        """What each token has, `[b, s, …]`, where the token is."""
+        """Moves what each token has, `[b, s, …]`, to where the token is."""
         return jax.lax.with_sharding_constraint(zigzag(x, order), P("data", "context")) if order else x
 
     rows, _ = model.rows(fixed, tokens)
@@ -132,7 +132,7 @@ class Trainer:
 
     @functools.cache  # noqa: B019
     def shardings(self) -> State:
-        """Where the parts of a state lie: as the model has them, and over REST along an axis that is whole there."""
+        """Returns where a state's parts lie: as the model has them, and over REST along an axis that is whole there."""
         specs = self.model.partition()
         shapes = jax.eval_shape(lambda: self.model.init(jax.random.key(0), jnp.float32))
         fixed = {name: specs.pop(name) for name in FIXED if name in specs}
@@ -159,7 +159,7 @@ class Trainer:
 
 
 def flops(model: Model, s: int) -> float:
-    """Of a token in a step: three times the forward pass's, without what the backward pass computes anew."""
+    """Counts a token's flop in a step: three times the forward pass's, without what the backward pass computes anew."""
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     total = 2 * model.hidden * model.vocabulary
     for layer, p in zip(model.layers, shapes["layers"], strict=True):

@@ -43,7 +43,7 @@ def connections(prefix: str) -> dict[str, Any]:
 
 
 def sources(model: Model, at: str = "layers") -> dict[str, Any]:
-    """Where each parameter outside of attention comes from: names of tensors, to be stacked, and the axes then."""
+    """Says where each parameter outside of attention comes from: names of tensors, to be stacked, and the axes then."""
 
     grams = () if model.engrams is None else model.engrams.layers
 
@@ -177,7 +177,7 @@ def check(checkpoint: Checkpoint, stacks: Sequence[Stack], model: Model) -> None
 def fits_fused_moe(
     checkpoint: Checkpoint, names: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> bool:
-    """Whether these are matrices `[rows, columns]` of routed experts in MXFP4 that `pack_experts` takes."""
+    """True if these are matrices `[rows, columns]` of routed experts in MXFP4 that `pack_experts` takes."""
     if block != MXFP4 or not ROUTED.match(names.flat[0]):
         return False
     of_scales = checkpoint.entries[checkpoint.scale(names.flat[0])].dtype
@@ -185,7 +185,7 @@ def fits_fused_moe(
 
 
 def is_whole(spec: P, mesh: Mesh | None) -> bool:
-    """Whether a device has all of an expert's matrix, of which this PartitionSpec shares out the rest."""
+    """True if a device has its experts' matrices whole: this PartitionSpec shares out no axis but the first."""
     return mesh is None or all(mesh.shape[name] == 1 for name in jax.tree.leaves(tuple(spec[1:])))
 
 

@@ -60,7 +60,7 @@ class Request:
             integer("seed", self.seed, -(2**63), 2**63 - 1)
 
     def __len__(self) -> int:
-        """How many tokens there are: the prompt's, and those that it has said."""
+        """Counts the request's tokens: the prompt's, and those that it has said."""
         return len(self.prompt) + len(self.said)
 
     @property
@@ -136,7 +136,7 @@ def checked_tokens(name: str, given: Any, vocabulary: int) -> np.ndarray:
 
 
 def short(x: Any, length: int = 80) -> str:
-    """What an error shows of x."""
+    """Returns what an error shows of x: its repr, cut off at `length` characters; no digits of a huge number."""
     if isinstance(x, int) and abs(x) >= 10**length:
         return "a number of many digits"  # which Python does not write if they are 4300 or more
     text = repr(x)

@@ -1,4 +1,4 @@
-"""From logits to tokens: the likeliest, or by chance with a temperature and among the likeliest of a probability."""
+"""Chooses tokens by logits: the likeliest, or by chance with a temperature and among the likeliest of a probability."""
 
 import jax
 import jax.numpy as jnp

@@ -36,7 +36,7 @@ from .sampling import choose
 
 
 class Call(NamedTuple):
-    """What a chunk or a step gets from the host, for each place. Length 0 is a place that takes no part."""
+    """The arrays that a chunk or a step gets from the host, for each place. Length 0 is a place that takes no part."""
 
     tokens: np.ndarray
     """int32 `[places, s]`: those that are new"""
@@ -187,7 +187,7 @@ class Server:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits and nobody is served."""
+        """True if nobody waits and nobody is served."""
         return not self.waiting and not any(self.places)
 
     def submit(self, request: Request) -> None:
@@ -397,7 +397,7 @@ def _none(b: int = 0) -> np.ndarray:
 
 
 def accepted(tokens: Any, start: Any, lengths: Any, chosen: Any) -> Any:
-    """How many drafts of a step each place would have said, int32 `[places]`: the first ones that it has chosen, too.
+    """Counts the drafts of a step that each place would have said, int32 `[places]`: the first that it has chosen, too.
 
     tokens: int32 `[places, s]`, the last token and its drafts; chosen: what follows each of them, in NumPy or in JAX.
     """

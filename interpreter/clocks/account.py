@@ -1,4 +1,4 @@
-"""What a turn of a kernel's steady state asks of each unit, in clocks, and so how busy the tensor pipe can be at most.
+"""Accounts of a turn of a kernel's steady state: clocks asked of each unit, and so the tensor pipe's greatest share.
 
     SMEM      clocks of its 128 bytes, by cause: operands of products, copies, warps' loads and stores, peers
     shuffles  clocks of warps' shuffles, should they not share shared memory's bytes
@@ -28,7 +28,7 @@ WAYS = {"L2": "l2", "to L2": "out", "to peers": "peer", "TMEM": "tmem"}
 
 @dataclass(frozen=True)
 class Account:
-    """Of a turn."""
+    """The clocks that one turn asks of each unit, with shared memory's by cause."""
 
     products: Mapping[str, int]
     full_rate: float  # clocks of its products, were they all at the tensor pipe's full rate
@@ -44,7 +44,7 @@ class Account:
         return max(self.units, key=self.units.__getitem__)
 
     def share(self, unit: str | None = None) -> float:
-        """Of the tensor pipe's full rate, as the bound allows; or as one unit would, were there no other."""
+        """Returns the share of the tensor pipe's full rate that the bound allows; or one unit, were there no other."""
         return self.full_rate / self.units[unit or self.bound]
 
     def __str__(self) -> str:
@@ -88,7 +88,10 @@ def grouped(slots: Mapping[int, float]) -> list[tuple[str, int]]:
 
 
 def account(run: Callable[..., Timing]) -> Account:
-    """Of the launch that `run()` and `run(alone=True)` run by clocks. LookupError if its products do not repeat."""
+    """Returns the account of the launch that `run()` and `run(alone=True)` run by clocks.
+
+    Raises LookupError if its products do not repeat.
+    """
     found, alone = of_run(run()), turns(run(alone=True))
     return replace(found, units={**found.units, "chain": (alone.last.start - alone.first.start) / alone.count})
 
@@ -104,7 +107,9 @@ class Turns:
 
 
 def turns(timing: Timing) -> Turns:
-    """Of the first that issues a product in the middle half; or in an earlier quarter, if those do not repeat."""
+    """Returns the turns of the warpgroup with the first product of the middle half, or of an earlier quarter, if those
+    do not repeat. Raises LookupError if these do not, either.
+    """
     done = timing.sm.pipe.done
     n = len(done)
     for part in (done[n // 4 : 3 * n // 4], done[n // 8 : 3 * n // 8]):
@@ -118,7 +123,7 @@ def turns(timing: Timing) -> Turns:
 
 
 def of_run(timing: Timing) -> Account:
-    """Without the chain."""
+    """Returns the account of one run, without the chain."""
     found, c = turns(timing), timing.rates
     then, before = found.last.asked, found.first.asked
     assert before is not None and then is not None

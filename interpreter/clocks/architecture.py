@@ -1,4 +1,4 @@
-"""What a chip takes, in clocks of an SM. Every number stands here once, with its source.
+"""Rates and latencies of a chip, in clocks of an SM. Every number stands here once, with its source.
 
 GUIDE is the CUDA programming guide's table of arithmetic throughput. SASS is what ptxas writes into our own cubins: the
 clocks that an instruction makes its warp wait. H200 is a measurement of our kernels (docs/h200_kernels.json, docs/lab).
@@ -93,7 +93,7 @@ ARCHITECTURES = {"sm_90": HOPPER, "sm_10": BLACKWELL}
 
 
 def constants_of(target: str) -> Mapping[str, Constant]:
-    """Of a program's .target."""
+    """Returns the constants of the chip that a program's .target names; raises LookupError for another."""
     for prefix, found in ARCHITECTURES.items():
         if target.startswith(prefix):
             return found

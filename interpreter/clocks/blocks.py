@@ -46,7 +46,7 @@ class Group:
 
 
 class Blocks:
-    """Of a program: made when they are first reached."""
+    """The blocks of a program, each made when it is first reached."""
 
     def __init__(self, code: Code, costs: Sequence[Cost], fences: Sequence[tuple[frozenset[int], frozenset[int]]]):
         """fences: for each instruction, more registers that it is to be taken to read and to write."""
@@ -86,7 +86,7 @@ class Blocks:
         return Block(order, end, is_jump(self.code.program.code[end - 1]), groups)
 
     def predecessors(self, first: int, end: int) -> list[dict[int, float]]:
-        """For each instruction of a block: those before it, and how many clocks after their issue it may go."""
+        """Returns for each instruction of a block those before it, and how many clocks after their issue it may go."""
         before: list[dict[int, float]] = [{} for _ in range(first, end)]
         written: dict[int, int] = {}
         read: dict[int, list[int]] = {}

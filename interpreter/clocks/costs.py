@@ -1,4 +1,4 @@
-"""What one instruction of PTX takes in a quarter of an SM, and which registers it reads and writes.
+"""The slots and clocks that an instruction of PTX takes in a quarter of an SM, and its registers.
 
 An assembler makes other instructions of some: it drops moves, contracts a product and a sum, and tests seven bits at a
 time. `costs_of` counts what is left.
@@ -71,7 +71,7 @@ def registers_of(i: Instruction, slots: Mapping[tuple[str, str], int]) -> tuple[
 
 
 def cost_of(i: Instruction, c: Callable[[str], float]) -> Cost:
-    """Without its registers."""
+    """Returns the cost of one instruction by itself, without its registers."""
     name, opcode = i.opcode.split(".")[0], i.opcode
     kind = opcode.rsplit(".", 1)[-1]
     if opcode.startswith(FREE):
@@ -115,7 +115,7 @@ def latency_of(opcode: str, c: Callable[[str], float]) -> float:
 
 
 def costs_of(code: Code, rates: Mapping[str, float]) -> list[Cost]:
-    """Of every instruction of a program."""
+    """Returns the cost of every instruction of a program, less for those that an assembler merges with others."""
     program, slots = code.program.code, code.decoder.slots
     registers = [registers_of(i, slots) for i in program]
     found = [

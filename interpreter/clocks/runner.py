@@ -28,7 +28,7 @@ class Runner:
 
 @dataclass(eq=False, slots=True)
 class Cause:
-    """Why a warp went on at a time: what another did, or an operation."""
+    """The reason why a warp went on at a time: what another did, or an operation."""
 
     who: Runner
     op: AsyncOp | None

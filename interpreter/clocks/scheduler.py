@@ -84,7 +84,7 @@ class Clockwork:
                 self.later(0.0, self.going(r))
 
     def sm_of(self, cta: Cta, warp: Warp) -> Sm:
-        """Of a CTA; if its warpgroups have one each, of this warp's."""
+        """Returns a CTA's SM; if its warpgroups have one each, that of this warp's."""
         return self.sms[self.place[cta.number] * self.groups + warp.number // 4 % self.groups]
 
     def later(self, t: float, does: Callable[[float], None]) -> None:
@@ -233,7 +233,7 @@ class Clockwork:
     # ---- what an instruction of a warp takes beside its slot
 
     def memory_access(self, n: int) -> Callable[[Runner, float], float]:
-        """When the registers of instruction n are there, where it is issued at a time."""
+        """Makes what tells when the registers of instruction n are there, by the warp and the time of its issue."""
         i, c = self.m.program.code[n], self.c
         opcode, latency = i.opcode.replace(".volatile", ""), self.costs[n].latency
         decoder = self.code.decoder
@@ -319,7 +319,7 @@ class Clockwork:
         self.wake(now, Cause(r, op, now, why, self.issued[op.number]))
 
     def duration(self, op: AsyncOp, t: float) -> float:
-        """When an operation that may begin is done."""
+        """Returns when an operation that may begin now is done."""
         c, sm, opcode = self.c, self.sm_of(op.cta, op.warp), op.instruction.opcode
         if op.kind == "tcgen05.commit":
             return t + c["commit"]
@@ -409,7 +409,7 @@ def size_of(op: AsyncOp) -> int:
 
 
 def fences_of(code: Code) -> list[tuple[frozenset[int], frozenset[int]]]:
-    """For each instruction, registers of products and loads that it orders."""
+    """Returns for each instruction the registers of products and loads that it orders."""
     of_products = frozenset(code.decoder.fenced)
     costs_writes = frozenset(
         code.decoder.slots[name, ""]

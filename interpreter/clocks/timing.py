@@ -1,4 +1,4 @@
-"""What a run took: clocks, shares of units, what the tensor pipe waited for, and the longest chain."""
+"""Figures of a run by clocks: its length, shares of units, the tensor pipe's waits, and the longest chain."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Timing:
         return found
 
     def idle(self, since: float, x: Product) -> list[tuple[str, float]]:
-        """What a product that began after a pause had waited for."""
+        """Returns what a product that began after a pause of the pipe had waited for, with the clocks of each wait."""
         r, _ = self.issuer[x.op.number]
         found, left = list[tuple[str, float]](), x.start - since
         for wait in reversed(r.waits):

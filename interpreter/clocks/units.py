@@ -1,4 +1,4 @@
-"""What an SM has beside its warps' quarters: the tensor pipe, shared and tensor memory, and ways out."""
+"""The units of an SM beside its warps' quarters: the tensor pipe, shared and tensor memory, and ways out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Way:
     bytes: float = 0.0
 
     def move(self, t: float, size: float) -> tuple[float, float]:
-        """When a request of now begins and ends to move."""
+        """Returns when a request of now begins to move and has moved."""
         start = max(t, self.free) if self.queues else t
         self.free = start + size / self.rate
         self.bytes += size
@@ -46,7 +46,7 @@ class Quarter:
 
 
 class SharedMemory:
-    """Its port is everybody's. Warps come first; operands of products wait for what others take."""
+    """Shared memory, whose port is everybody's. Warps come first; operands of products wait for what others take."""
 
     def __init__(self, rate: float, queues: bool):
         self.rate, self.queues = rate, queues
@@ -82,7 +82,7 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a product takes."""
+    """The clocks that a product takes of the tensor pipe and of shared memory's port, and its flop."""
 
     label: str
     tensor: float  # clocks
@@ -142,7 +142,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Asked:
-    """What programs have asked of an SM until a time."""
+    """All clocks, bytes and slots that programs have asked of an SM until a time."""
 
     smem: Mapping[str, float]  # clocks by cause
     bytes: Mapping[str, float]  # of the ways out; of TMEM, of the busiest quarter
@@ -203,7 +203,7 @@ class TensorPipe:
 
 
 def bytes_of(i: Instruction) -> int:
-    """Of a lane."""
+    """Returns the bytes that one lane loads, stores or copies by an instruction."""
     kind = i.opcode.rsplit(".", 1)[-1]
     size = 2 if kind in ("bf16", "f16") else int(re.sub(r"\D", "", kind) or 32) // 8
     count = next((int(x[1:]) for x in i.opcode.split(".") if x in ("v2", "v4", "v8")), 1)
@@ -212,7 +212,7 @@ def bytes_of(i: Instruction) -> int:
 
 @lru_cache(maxsize=65536)
 def wavefronts(addresses: bytes, size: int) -> int:
-    """Of lanes' addresses (int64): how often the banks are asked, 32 words of 4 bytes at a time.
+    """Counts how often lanes' addresses (int64) ask the banks, 32 words of 4 bytes at a time.
 
     16 bytes a lane go by quarters of a warp, 8 by halves.
     """

@@ -1,4 +1,4 @@
-"""Which forms of instructions a run has executed: of tensor cores and memory, copies, barriers, fences and clusters."""
+"""Forms of instructions that a run has executed: of tensor cores and memory, copies, barriers, fences and clusters."""
 
 from __future__ import annotations
 

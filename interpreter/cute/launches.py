@@ -18,7 +18,7 @@ from ..machine.state import Array, Buffer, GlobalMemory, Machine, new_memory
 
 
 class Role(Enum):
-    """What a launch does with an array: only reads it, only writes it, or (as far as is known) both."""
+    """The use that a launch makes of an array: it only reads it, only writes it, or (as far as is known) both."""
 
     OPERAND = "operand"
     RESULT = "result"
@@ -40,7 +40,7 @@ class Argument:
 
     @staticmethod
     def of(name: str, array: Array, role: Role) -> Argument:
-        """Of an array that the launches got; what it holds is copied now."""
+        """Makes an argument of an array that the launches got; what it holds is copied now."""
         first, end = np.lib.array_utils.byte_bounds(array)
         start = array.__array_interface__["data"][0] - first
         made = Argument(
@@ -76,7 +76,7 @@ class Run:
     machines: list[Machine] = field(default_factory=list)
 
     def results(self) -> dict[str, Array]:
-        """By name, the arrays that the launches may have written, as they are now."""
+        """Returns the arrays that the launches may have written, as they are now, by name."""
         written = [x for x in self.arguments if x.role is not Role.OPERAND]
         return {x.name: x.look(self.memory.named(x.name).bytes) for x in written}
 

@@ -162,7 +162,10 @@ def pretend(processors: int) -> Iterator[None]:
 def compiled(
     function: Any, *args: Any, arch: str = "sm_100a", options: str = "", compiler: Any = None, **kwargs: Any
 ) -> Any:
-    """What `cute.compile` makes of a function, with its PTX; `compiler`: another of its forms."""
+    """Compiles a function by `cute.compile`, or by `compiler`, another of its forms, and keeps its PTX.
+
+    Raises NotImplementedError if there is none.
+    """
     os.environ["CUTE_DSL_ARCH"] = arch
     os.environ["CUTE_DSL_DISABLE_FILE_CACHING"] = "1"
     from cutlass import cute
@@ -199,7 +202,7 @@ def record_arguments(compiled: Any, arguments: Sequence[Any], *, arch: str, proc
 
 
 def modules(ptx: str | None) -> dict[str, str]:
-    """For every kernel a module with it alone."""
+    """Splits PTX into a module for each kernel, by name, with that kernel alone."""
     if ptx is None:
         raise ValueError("a function that was compiled before, without its PTX")
     starts = [m.start() for m in re.finditer(r"^\s*(?:\.visible\s+)?\.entry", ptx, re.M)]
@@ -258,7 +261,7 @@ class HostCode:
         self.call(f"_mlir_{self.prefix}_cuda_load_to_device", ctypes.addressof(where), ctypes.addressof(device))
 
     def run(self, arguments: Sequence[int]) -> list[Recorded]:
-        """What it launches of arguments at these addresses."""
+        """Calls the host code with arguments at these addresses, and returns the launches that it makes."""
         count = ctypes.c_int.in_dll(self.library, "launch_count")
         count.value = 0
         self.call(self.entry, *arguments)
@@ -272,7 +275,7 @@ class HostCode:
 
 
 def address_of(x: Any) -> int | None:
-    """Where an argument of the host code lies."""
+    """Returns the address of an argument of the host code; None for a null pointer."""
     if isinstance(x, int):
         return x
     return x.value if isinstance(x, ctypes.c_void_p) else ctypes.addressof(x)

@@ -69,7 +69,7 @@ class Call:
 
 @dataclass
 class Report:
-    """What was found in all calls."""
+    """All calls of a session, with the faults and other findings of each."""
 
     calls: list[Call] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class Report:
         return bool(self.calls) and not any(call.fault for call in self.calls)
 
     def forms(self) -> dict[str, list[str]]:
-        """By family, the forms of instructions that ran."""
+        """Returns the forms of instructions that ran in any call, by family."""
         return by_family(set().union(*(call.forms for call in self.calls)))
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def interpreting(
 
 
 def settings(arch: str, dump: str) -> list[tuple[Any, str, Any]]:
-    """Of the DSL's compiler: it keeps PTX, with the lines of Python that it comes from."""
+    """Returns settings by which the DSL's compiler keeps PTX, with the lines of Python that it comes from."""
     from cutlass.cutlass_dsl import CuTeDSL
 
     environment = CuTeDSL._get_dsl().envar
@@ -207,7 +207,7 @@ def settings(arch: str, dump: str) -> list[tuple[Any, str, Any]]:
 
 
 def replacements(session: Session) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Of the DSL: where it gets arrays, and where it runs what it has compiled."""
+    """Returns replacements in the DSL: of where it gets arrays, and of where it runs what it has compiled."""
     from cutlass.base_dsl.jit_executor import JitCompiledFunction
     from cutlass.cute import runtime
 

@@ -1,1 +1,1 @@
-"""What the interpreter knows of this project's kernels: their launches, operands and answers."""
+"""The part of the interpreter that knows this project's kernels: their launches, operands and answers."""

@@ -1,4 +1,4 @@
-"""What bounds our attention kernels' steady state, for docs/clocks.json: a turn's demands, and the clocks' turn.
+"""Writes accounts of our kernels' steady state into docs/clocks.json: a turn's demands, and the clocks' turn.
 
 python -m interpreter.kernels.accounts docs/clocks.json              all
 python -m interpreter.kernels.accounts docs/clocks.json sm_100f      only kernels whose keys have one of these words

@@ -48,16 +48,16 @@ class Operands:
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether products are of e4m3, and so are keys."""
+        """True where products are of e4m3, and so are keys."""
         return self.mode.precision != ""
 
     @property
     def keeps_rope(self) -> bool:
-        """Whether RoPE's part of scores is of bfloat16 where other products are of e4m3."""
+        """True where RoPE's part of scores is of bfloat16 where other products are of e4m3."""
         return self.mode.precision == BF16_ROPE
 
     def named(self) -> dict[str, Array]:
-        """What a launch is handed, by the names of addresses."""
+        """Returns the arrays that a launch is handed, by the names of their addresses."""
         found = {"q": self.q, "sink": self.sink} | ({} if self.table is None else {"table": self.table})
         for i, keys in enumerate(self.sources):
             found |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}

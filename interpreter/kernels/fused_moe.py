@@ -39,7 +39,7 @@ class Problem:
 
     @staticmethod
     def of(rows: list[int], k: int = 256, inner: int = 256, n_chosen: int = 2, scale: int = 122) -> Problem:
-        """Of experts with so many rows each; the last choice is of another device."""
+        """Makes a problem of experts with so many rows each; one more choice is of another device."""
         rng, e = np.random.default_rng(0), len(rows)
         flat = np.concatenate([np.repeat(np.arange(e), rows), [e]])
         flat = np.concatenate([flat, np.full(-len(flat) % n_chosen, -1)])
@@ -89,7 +89,7 @@ def numbers(codes: Array, scales: Array) -> Array:
 
 @dataclass
 class Sorted:
-    """What the sort leaves."""
+    """The arrays that the sort leaves: choices by expert, their weights, each choice's place, and the tiles."""
 
     list: Array
     weights: Array
@@ -98,7 +98,7 @@ class Sorted:
 
 
 def sorted_rows(x: Problem, tile: int) -> Sorted:
-    """What the sort is to leave, with rows of an expert in order."""
+    """Returns what the sort is to leave, with rows of an expert in order."""
     order: list[int] = []
     tiles: list[tuple[int, ...]] = []
     for e, choices in x.rows().items():

@@ -136,7 +136,7 @@ def _products(x: Operands, scale: float) -> tuple[Array, ...]:
 
 
 def bounds(x: Operands, scale: float) -> list[Array]:
-    """For every source [b, s_kv, h_kv, 1]: what all rows add to any number of a key at most, in any order."""
+    """Returns for every source [b, s_kv, h_kv, 1] what all rows add to any number of a key at most, in any order."""
     a = x.attention
     p, ds, q, do, _ = _products(x, scale)
     tops = (np.abs(y).max(-1, keepdims=True) for y in (q, do))
@@ -206,7 +206,7 @@ def transposed(x: Array) -> Array:
 
 
 def wrong(got: Sequence[Array], x: Operands, scale: float) -> list[tuple[str, Array, Array, Array]]:
-    """For every result (its name, its error, the result, the expected one), in float64.
+    """Returns for every result (its name, its error, the result, the expected one), in float64.
 
     P and dS are rounded to q's dtype before they are multiplied, and dq is rounded in the end: each term of a sum
     is off by half a unit in its last place at most, by chance this way or that. Three times what they come to is

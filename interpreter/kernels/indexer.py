@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def judged(self) -> tuple[Array, Array]:
-        """Of each query, the first block with a key that it sees, and its newest block, which is not judged."""
+        """The first block with a key that each query sees, and its newest block, which is not judged."""
         return self.start // INDEX_BLOCK, (self.stop - 1) // INDEX_BLOCK
 
     def greatest(self) -> Array:
@@ -197,7 +197,7 @@ class Call:
         return machine(replace(self.kernel, ptx=edit(self.kernel.ptx)), plan, memory, seed=seed, record=record)
 
     def rows(self, scored: Machine) -> Array:
-        """What it has left: a row of scores for each query of its blocks."""
+        """Returns what a machine that has scored leaves: a row of scores for each query of its blocks."""
         found = scored.memory.named("scores")
         return found.bytes[: found.size].view(np.float32).reshape(-1, self.shape["stride"])
 

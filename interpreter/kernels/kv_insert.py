@@ -143,7 +143,7 @@ class Problem:
         return row
 
     def new_state(self) -> Array:
-        """With the new tokens."""
+        """Returns the state with the new tokens in their places."""
         state, (b, s, _) = self.state.copy(), self.rows.shape
         for n in range(b * bool(state.shape[1])):
             for i in range(s):
@@ -170,7 +170,7 @@ class Problem:
         return state[n, position % state.shape[1]].astype(np.float64)
 
     def entries(self) -> dict[tuple[int, int], tuple[int, Array]]:
-        """By sequence and index: the row of the table, and the entry before its norm, float64."""
+        """Maps a new entry's sequence and index to its row of the table, and to the entry before its norm, float64."""
         found, state, (b, _, width) = {}, self.new_state(), self.rows.shape
         for n in range(b):
             length, d = int(self.lengths[n]), self.variant.d

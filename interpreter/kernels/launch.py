@@ -84,9 +84,10 @@ def launch(
     record: bool = False,
     edits: Mapping[str, Edit] | None = None,
 ) -> Launch:
-    """On so many processors. The edits plant faults in parameters, by name: in a TensorMap, or in what a number is.
+    """Prepares a launch on so many processors.
 
-    Where keys are split, `combine` makes the results of what the launch leaves.
+    The edits plant faults in parameters, by name: in a TensorMap, or in what a number is. Where keys are split,
+    `combine` makes the results of what the launch leaves.
     """
     variant, memory = kernel.variant, new_memory()
     x = replace(x, shape=x.shape._replace(splits=splits))
@@ -141,7 +142,7 @@ def machine(
 
 
 def parts_of(x: attention.Operands) -> dict[str, int]:
-    """How many numbers all splits leave of a row."""
+    """Returns how many numbers all splits leave of a row, by array; there are none without splits."""
     splits = x.shape.splits
     return {"o_parts": splits * x.shape.d, "lse_parts": splits} if splits > 1 else {}
 

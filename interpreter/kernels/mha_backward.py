@@ -37,7 +37,7 @@ def dq_of_sums(sums: Array, scale: float) -> Array:
 
 
 def tiles_seen(kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
-    """What `tile_spans` leaves for the kernel of keys."""
+    """Runs `tile_spans`, and returns what it leaves for the kernel of keys."""
     (tile_m,) = {kernels[op].facts["tile_m"] for op in ("mha_dqdkdv", "mha_dkdv") if op in kernels}
     (seen,) = run_step(kernels["tile_spans"], x, scale, None, seed=seed, tile_m=tile_m)
     return seen

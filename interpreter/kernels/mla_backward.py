@@ -63,7 +63,7 @@ class Launch:
         return buffer.bytes[: buffer.size]
 
     def added(self) -> list[Array]:
-        """How often a number of each dkv was added to."""
+        """Returns how often each number of every dkv, or each bound, was added to."""
         found = []
         for i, keys in enumerate(self.operands.attention.sources):
             often = additions(self.machine.memory.named(f"dkv{i}"))[: self.sums(i).size // 4]

@@ -398,7 +398,7 @@ def plan_indexer_scores_at(shape: dict[str, int], *, gradient: bool, addresses: 
 def plan_rope(
     family: str, shape: dict[str, int], number: float, *, tile_m: int, addresses: dict[str, int] | None = None
 ) -> Plan:
-    """What "rope" is launched with, the number its direction, or "norm_rope", the number its eps."""
+    """Returns the launch of "rope", where the number is its direction, or of "norm_rope", where it is its eps."""
     out = structure("ShownLaunch")()
     given, at = ctypes.byref(filled("RopeShape", **shape)), addressed("rope", addresses)
     plan_of = library()[f"dsv4_fmha_plan_{family}"]
@@ -407,7 +407,7 @@ def plan_rope(
 
 
 def plan_index_query(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
-    """What an indexer's queries are launched with."""
+    """Returns the launch that rotates an indexer's queries and makes codes with scales of them."""
     out = structure("ShownLaunch")()
     given, at = ctypes.byref(filled("RopeShape", **shape)), addressed("rope", addresses)
     library().dsv4_fmha_plan_index_query(given, ctypes.c_int32(tile_m), at, ctypes.byref(out))
@@ -424,8 +424,8 @@ def plan_few_rows_product(
     cluster: int,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What a product of few rows is launched with; what the shape does not say is 0. ValueError where the library
-    refuses it.
+    """Returns the launch of a product of few rows; what the shape does not say is 0. Raises ValueError where the
+    library refuses it.
     """
     sizes = dict.fromkeys((name for name, _ in members_of(structure("FewRowsProductShape"))), 0)
     return planned(
@@ -439,7 +439,7 @@ def plan_few_rows_product(
 
 
 def plan_group_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
-    """What sorts rows by expert. ValueError where the library refuses it, as in what follows."""
+    """Returns the launch that sorts rows by expert; ValueError where the library refuses it, as in what follows."""
     given, at = ctypes.byref(filled("FusedMoeShape", **shape)), addressed("fused_moe", addresses)
     return planned("group_rows", given, ctypes.c_int32(tile_m), at)
 
@@ -454,7 +454,7 @@ def plan_grouped_product(
     processors: int,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What the gated product of experts is launched with, or the one after it."""
+    """Returns the launch of the experts' gated product, or of the one after it."""
     return planned(
         "grouped_product",
         ctypes.byref(filled("FusedMoeShape", **shape)),
@@ -466,7 +466,7 @@ def plan_grouped_product(
 
 
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
-    """What inserts entries into a cache."""
+    """Returns the launch that inserts entries into a cache."""
     return planned(
         "kv_insert",
         ctypes.byref(filled("KvInsertShape", **shape)),
@@ -479,7 +479,7 @@ def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses:
 def plan_seen_slots(
     shape: dict[str, int], *pools: dict[str, int], tile_n: int, addresses: dict[str, int] | None = None
 ) -> Plan:
-    """What finds the slots that a step's queries see, in pools of the window and of compressed entries."""
+    """Returns the launch that finds the slots that a step's queries see, in the pools of the window and of entries."""
     given = structure("SeenSlotsShape")(**shape)
     given.of_window, given.compressed = (filled("PoolShape", **pool) for pool in pools)
     at = addressed("seen_slots", addresses)
@@ -541,7 +541,7 @@ def cubin(key: str) -> bytes:
 
 
 def called(key: str, h_q: int) -> str | None:
-    """Which variant a call with so many heads gets, where all else is as in this one."""
+    """Returns the key of the variant that a call with so many heads gets, where all else is as in this one."""
     native = library()
     native.dsv4_fmha_called.restype = ctypes.c_char_p
     name: bytes | None = native.dsv4_fmha_called(key.encode(), ctypes.c_int64(h_q))

@@ -24,7 +24,7 @@ def _codes(k: Array, scales: Array) -> Array:
 
 
 def rounded(k: Array, scales: Array) -> Array:
-    """What keys are in these scales, float32."""
+    """Rounds keys to e2m1 in these scales, and returns them as float32."""
     codes = _codes(k, scales)
     numbers = np.where(codes < 8, 1, -1) * MAGNITUDES[codes % 8] * _scales(scales)
     return numbers.reshape(k.shape).astype(np.float32)

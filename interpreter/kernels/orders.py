@@ -69,8 +69,8 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
 
 
 def keys(words: Sequence[str]) -> list[str]:
-    """Of typical kernels, without Hopper's probabilities, whose consumers rely on more than this argument knows
-    (docs/verification.md); indexers' last.
+    """Returns the keys of typical kernels that have all of these words; indexers' are last. Hopper's probabilities are
+    not among them: their consumers rely on more than this argument knows (docs/verification.md).
     """
     of_attention = Forward | RowScores | RowColumns | MlaBackward | MhaBackward
     families = of_attention | Probabilities | FewRowsProduct | OfIndexer
@@ -99,7 +99,7 @@ def examined(key: str) -> list[dict[str, Any]]:
 
 
 def merged(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a file has of other kernels that there are stays there."""
+    """Returns what was found, and with it what a file has of other kernels that there still are."""
     before = json.loads(file.read_text()) if file.exists() else []
     ran = {x["kernel"] for x in found}
     of = {key: [x for x in (found if key in ran else before) if x["kernel"] == key] for key in keys([])}

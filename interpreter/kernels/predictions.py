@@ -1,4 +1,4 @@
-"""What the clocks say of our own kernels beside what an H200 took, for docs/clocks.md.
+"""Predicts by clocks what our own kernels take, beside what an H200 took, for docs/clocks.md.
 
     python -m interpreter.kernels.predictions docs/clocks.json           all
     python -m interpreter.kernels.predictions docs/clocks.json 'd 128'   only rows whose names have one of these words
@@ -57,7 +57,7 @@ class Launch:
     cold: bool = False  # keys come out of HBM
 
     def key(self, arch: str) -> str:
-        """Of the kernel that is called. LookupError: there is none."""
+        """Returns the key of the kernel that is called; raises LookupError if there is none."""
         found = [
             v
             for v in VARIANTS
@@ -70,13 +70,13 @@ class Launch:
         return min(found, key=lambda v: v.max_heads).key
 
     def row(self) -> dict[str, Any]:
-        """What its record has."""
+        """Returns the row that its record has of it."""
         rows: list[dict[str, Any]] = json.loads((DOCS / self.record).read_text())["rows"]
         (found,) = (row for row in rows if row["name"] == self.name)
         return found
 
     def tiles(self, kernel: Kernel[Forward]) -> int:
-        """Of rows; of a cluster's, if it has one."""
+        """Counts the launch's tiles of rows; those of clusters, if it has any."""
         rows = kernel.facts["tile_m"] * kernel.facts["cluster"]
         if kernel.variant.gathers:
             return self.b * self.s * math.ceil(self.h / rows)
@@ -85,7 +85,7 @@ class Launch:
         )
 
     def steps(self, kernel: Kernel[Forward]) -> int:
-        """Of a causal launch, numbers of keys that rows see."""
+        """Counts the different numbers of keys that tiles of rows see in a causal launch."""
         return self.s if self.d == 512 else math.ceil(self.s / (kernel.facts["tile_m"] * kernel.facts["cluster"]))
 
 
@@ -132,7 +132,7 @@ LAUNCHES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """By a run of one SM, or of a cluster's."""
+    """The clocks that a run of one SM, or of a cluster's, takes, and those of its tensor pipe."""
 
     clocks: float
     tensor: float
@@ -146,7 +146,7 @@ def measure(kernel: Kernel[Forward], x: attention.Operands, cold: bool) -> Taken
 
 
 def operands(kernel: Kernel[Forward], tiles: int, keys: tuple[int, int]) -> attention.Operands:
-    """For so many tiles of rows of a CTA, or of a cluster's."""
+    """Makes operands for so many tiles of rows of a CTA, or of a cluster."""
     v, rows, count = kernel.variant, kernel.facts["tile_m"] * kernel.facts["cluster"], tiles * kernel.facts["ctas"]
     if v.op == "mha_fwd":
         return long.operands(v, rows, keys, queries=rows, heads=count)
@@ -184,7 +184,7 @@ def predict(x: Launch, arch: str = "sm_90a") -> tuple[float, float]:
 def of_keys(
     of_tile: Callable[[tuple[int, int]], tuple[Taken, float]], kernel: Kernel[Forward], keys: float
 ) -> tuple[Taken, float]:
-    """For more keys than are worth running: in a straight line from two numbers of them."""
+    """Predicts a tile of more keys than are worth running, in a straight line from two numbers of them."""
     tile = kernel.facts["tile_n"] * kernel.facts["unit"]
     low, high = 6 * tile, 14 * tile
     (a, beside), (b, _) = of_tile((low, 0)), of_tile((high, 0))
@@ -205,7 +205,7 @@ def floor(x: Launch) -> float:
 
 
 def blackwell(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, object]]:
-    """Of the same launches on a B200: what they would take, and what their account allows at least."""
+    """Returns what the same launches would take on a B200, and the least that their accounts allow."""
     found = {}
     for x in LAUNCHES:
         try:
@@ -236,7 +236,7 @@ LAYERS = {  # heads, keys of the window and selected; milliseconds in cuDNN fron
 
 
 def layers() -> dict[str, dict[str, object]]:
-    """Of a prompt's attention in a layer, on a GB200, whose published times are cuDNN's."""
+    """Predicts a prompt's attention in a layer on a GB200, whose published times are cuDNN's."""
     found = {}
     for name, (key, heads, keys, published) in LAYERS.items():
         kernel: Kernel[Forward] = Kernel.of(variant_of(key))

@@ -31,7 +31,7 @@ Judge = Callable[[Machine], None]
 
 
 def is_typical(v: Interpreted | RowScores | RowColumns | MhaBackward | FewRowsProduct) -> bool:
-    """Whether it stands for those that differ from it in numbers alone: in dtype, or an indexer's heads."""
+    """True if it stands for those that differ from it in numbers alone: in dtype, or an indexer's heads."""
     return typical(v, ("dtype", "heads")) == v
 
 
@@ -46,7 +46,7 @@ class Prepared:
     make: Callable[[int, bool], tuple[Machine, Judge]]  # of a seed, and whether to record
 
     def machine(self, seed: int = 0) -> Machine:
-        """For a run whose answer nobody asks for."""
+        """Makes a machine for a run whose answer nobody asks for."""
         return self.make(seed, False)[0]
 
     @staticmethod

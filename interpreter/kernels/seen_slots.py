@@ -18,7 +18,7 @@ from .verdict import Wrong
 
 
 class Pool(NamedTuple):
-    """Where a cache has its entries: without a table, a sequence's are in a row."""
+    """The places where a cache has its entries: without a table, a sequence's are in a row."""
 
     room: int
     page: int = 0
@@ -77,12 +77,12 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many slots there are of the window, and of compressed entries."""
+        """The number of slots of the window, and that of compressed entries."""
         far = 0 if self.compressed is None else self.topk or self.compressed.room
         return self.window, far
 
     def wanted(self) -> tuple[Array, Array, Array, Array]:
-        """By the definition: slots of the positions that a query sees, the oldest one first, and of entries."""
+        """Returns what `run` should, by the definition: the window's slots begin with the oldest position seen."""
         near, far = (np.full((self.b, self.s_q, n), -1, np.int32) for n in self.sizes)
         near_length, far_length = np.zeros((2, self.b, self.s_q), np.int32)
         for n, length in enumerate(self.lengths):

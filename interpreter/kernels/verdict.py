@@ -1,4 +1,4 @@
-"""Whether an answer is right, and what is wrong about it: which rows and columns, and what the rows have in common."""
+"""Judges an answer, and says what is wrong about it: which rows and columns, and what the rows have in common."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def flush(x: Array) -> Array:
 
 
 def _rounding(i: Instruction, d: Decoder) -> bool:
-    """Whether subnormals are flushed. Only rounding to nearest is known."""
+    """Returns True if subnormals are flushed. Only rounding to nearest is known."""
     i.only("rn", "ftz", "f32", "approx", "full", "NaN", "relu", *("f64",))
     return i.has("ftz")
 
@@ -427,7 +427,7 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def comparison(name: str, kind: str, d: Decoder) -> Callable[[Array, Array], Array]:
-    """With a NaN, the ordered comparisons of floats are false and the `u` ones true."""
+    """Returns a comparison. With a NaN, the ordered ones of floats are false and the `u` ones true."""
     if kind not in ("f32", "f64"):
         return COMPARE[name]
     if name == "num":

@@ -244,7 +244,7 @@ def wait(i: Instruction, d: Decoder) -> Step:
 
 @instruction("bar.sync", "bar.arrive", "barrier.sync", "barrier.arrive", "barrier.cta.sync", "barrier.cta.arrive")
 def named(i: Instruction, d: Decoder) -> Step:
-    """Without a count: all threads of the CTA."""
+    """A named barrier, whose count is all threads of the CTA if none is given."""
     i.only("aligned")
     number = d.slot(i.args[0], "u32")
     threads = d.slot(i.args[1], "u32") if len(i.args) > 1 else None

@@ -62,7 +62,7 @@ class ClusterBarrier:
         self.name = f"the cluster's barrier of CTA {self.warps[0].cta.number}"
 
     def passed(self, generation: int) -> bool:
-        """Whether a phase is complete: all warps that have not ended have arrived in it."""
+        """Returns True once a phase is complete: all warps that have not ended have arrived in it."""
         if generation == self.generation and all(w.exited or w.index in self.arrived for w in self.warps):
             self.done, self.clock = self.clock, Clock(self.warps[0].machine.warp_count)
             self.arrived = set()

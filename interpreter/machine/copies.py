@@ -76,7 +76,7 @@ class TensorMap:
 
     @staticmethod
     def decode(blob: bytes) -> TensorMap:
-        """From the bytes that a kernel gets, of which the chip reads 64. Whatever bit has no meaning here is refused.
+        """Decodes the bytes that a kernel gets, of which the chip reads 64. A bit that has no meaning here is refused.
 
         Strides are in units of 16 bytes, extents and boxes less 1.
         """
@@ -111,7 +111,7 @@ class TensorMap:
         return math.prod(self.box) * self.element
 
     def rows(self, at: tuple[int, ...]) -> tuple[Array, Array]:
-        """For the box at these coordinates: where each row begins in memory, and whether it is inside."""
+        """Returns, for the box at these coordinates, where each row begins in memory, and whether it is inside."""
         address, inside = np.zeros((), np.int64), np.ones((), bool)
         for mode in range(len(self.box) - 1, 0, -1):
             x = at[mode] + np.arange(self.box[mode])
@@ -187,7 +187,7 @@ def destination(w: Warp, slot: int, offset: int, size: int) -> tuple[Cta, int]:
 
 @dataclass
 class CopyDestination:
-    """Where a copy ends: shared memory of one CTA, and the mbarrier that hears of it."""
+    """A place where a copy ends: in shared memory of one CTA, with the mbarrier that hears of it."""
 
     cta: Cta
     offset: int
@@ -197,8 +197,8 @@ class CopyDestination:
 def destinations_of(
     i: Instruction, d: Decoder, bar_arg: Arg, mask_arg: Arg | None
 ) -> Callable[[Warp, Cta, int], list[CopyDestination]]:
-    """Where one thread's copy ends: in a CTA's shared memory, or in that of all CTAs in a mask; the mbarrier is in the
-    same CTA.
+    """Decodes where one thread's copy ends: in a CTA's shared memory, or in that of all CTAs in a mask; the mbarrier is
+    in the same CTA.
 
     With .cta_group::2 it may be its pair's other CTA's: of every pair the one of the rank, even or odd, that the
     mbarrier's address is of.
@@ -241,7 +241,7 @@ def deliver(op: AsyncOp, to: list[CopyDestination], words: Array, chunks: Array,
 
 
 def arrival_of(to: list[CopyDestination], size: int) -> str:
-    """Where a copy arrives, for a timeline."""
+    """Says where a copy arrives and on which mbarrier it completes, for a timeline."""
     ctas = f" of CTAs {', '.join(str(x.cta.number) for x in to)}" if len(to) > 1 else ""
     return f"to +{to[0].offset - SMEM_BASE}{ctas} ({size} bytes), completes on +{to[0].bar.offset - SMEM_BASE}"
 

@@ -78,7 +78,7 @@ def lanes_with(value: int, bits: str) -> Array:
 
 
 class SlotTable:
-    """What programs with the same declarations share: slots, and what is made of them. Edits of a kernel do."""
+    """Slots, and what is made of them, for all programs with the same declarations, such as edits of a kernel."""
 
     def __init__(self) -> None:
         self.types: dict[str, str] = {}  # of registers
@@ -193,7 +193,7 @@ class Decoder:
         return len(self.names) - 1
 
     def _named(self, text: str, kind: str) -> Array | Callable[[Warp], Array]:
-        """What a parameter, a variable in shared memory or a special register is to a warp."""
+        """Returns the values of a parameter, shared variable or special register, or a function from a warp to them."""
         dtype = DTYPES[bits_of(kind)]
         if text in self.program.params:
             return lanes_with(PARAM_BASE + self.program.params[text].offset, bits_of(kind))
@@ -296,7 +296,7 @@ class Code:
         return step if i.guard is None or i.opcode.startswith("bra") else guarded(step, i, d)
 
     def initial(self, w: Warp) -> list[Array]:
-        """What every slot of a warp holds at first."""
+        """Returns what every slot of a warp holds at first."""
         values: list[Any] = self.alike.copy()
         for slot, value in self.own:
             values[slot] = value(w)

@@ -57,7 +57,7 @@ SYNC = "barrier.cluster.arrive.aligned;\n  barrier.cluster.wait.aligned;"
 
 
 def wait(name: str, offset: int, parity: int | str = 0) -> str:
-    """For a phase of the mbarrier at an offset in shared memory; the name is a label."""
+    """Returns PTX that waits for a phase of the mbarrier at an offset in shared memory; the name is a label."""
     return f"""
 {name}:
   mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [%r3+{offset}], {parity};

@@ -95,7 +95,7 @@ class Clock:
         self.fenced_ops &= other.fenced_ops
 
     def forget(self, warp: int) -> None:
-        """Its own actions, without what it was told, nor that it runs."""
+        """Forgets a warp's own actions, but neither what it was told nor that it runs."""
         self.seen[:, warp] = 0, 0, 1
 
     def fence_proxy(self) -> None:
@@ -140,7 +140,7 @@ class Actor(Protocol):
 
 
 class Shadow:
-    """For every word of a memory: who wrote it last and who has read it since, as numbers of events."""
+    """A record for every word of a memory: who wrote it last and who has read it since, as numbers of events."""
 
     def __init__(self, name: str, words: int, readers: int, events: list[Event]):
         self.name, self.events = name, events
@@ -150,7 +150,7 @@ class Shadow:
         self.readers = np.zeros((words, 4 if readers else 0), np.int32)
 
     def read(self, actor: Actor, words: Words, partial: bool = False) -> np.ndarray[Any, Any]:
-        """Which words are defined. Undefined unless all were written, or `partial`: then only ordering is checked."""
+        """Says which words are defined. Undefined if one was not written; with `partial`, only ordering is checked."""
         writers = self.after_writers(actor, words, "reads")
         if not partial and not writers.all():
             raise Undefined(f"reads {self.describe(words, writers == 0)}, which nobody wrote")
@@ -184,7 +184,7 @@ class Shadow:
         self.defined[words] = defined
 
     def after_writers(self, actor: Actor, words: Words, does: str) -> np.ndarray[Any, Any]:
-        """Who wrote the words last, 0 for nobody. Race unless the actor comes after them all, and may see it."""
+        """Says who wrote the words last, 0 for nobody. Race unless the actor comes after them all, and may see it."""
         writers = self.writer[words]
         for number in distinct(writers):
             event = self.events[number]

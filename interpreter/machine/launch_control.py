@@ -57,7 +57,7 @@ FIRST = "clusterlaunchcontrol.query_cancel.get_first_ctaid"
 
 @instruction(FIRST, *(f"{FIRST}::{axis}" for axis in "xyz"))
 def first_ctaid(i: Instruction, d: Decoder) -> Step:
-    """Without an axis: all three, and a number without a meaning."""
+    """Reads the first CTA's place on an axis; without an axis on all three, and then a number without a meaning."""
     i.only("v4", "b32", "b128")
     axes = [n for n, axis in enumerate("xyz") if f"ctaid::{axis}" in i.opcode] or [0, 1, 2, 2]
     targets, answer = d.vector(i.args[0], "b32", sink=True), d.slot(i.args[1], "b128")

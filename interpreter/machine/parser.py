@@ -240,7 +240,7 @@ def split(text: str) -> list[str]:
 
 
 def joins(program: Program) -> dict[int, int]:
-    """For every conditional branch the first instruction of its block's immediate post-dominator; -1 for the end."""
+    """Maps every conditional branch to the first instruction of its block's immediate post-dominator; -1 is the end."""
     code, end = program.code, len(program.code)
     starts = {0, *program.labels.values()} | {n + 1 for n, i in enumerate(code) if is_jump(i)}
     blocks = sorted(s for s in starts if s < end)

@@ -100,7 +100,7 @@ def matrix(m: int, lane: int, column: int, columns: int, folds: int = 1) -> Arra
 
 @dataclass(frozen=True)
 class Product:
-    """What one product reads and writes."""
+    """One product: its shape, where A, B and D are, and whether it adds to D."""
 
     shape: InstructionDescriptor
     rows: int  # of one CTA
@@ -112,7 +112,7 @@ class Product:
 
     @property
     def form(self) -> str:
-        """In words: the product's extents, where A is, and what is not K-major."""
+        """The product's form in words: its extents, A in TMEM if it is there, and what is not K-major."""
         shape = self.shape
         across = [f"{name} MN-major" for name, mn_major in zip("AB", shape.mn_major, strict=True) if mn_major]
         where = [] if isinstance(self.a, int) else ["A in TMEM"]

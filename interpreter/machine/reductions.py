@@ -41,7 +41,7 @@ def add_changed(memory: GlobalMemory, name: str, data: Array) -> int:
 
 
 def additions(buffer: Buffer) -> Array:
-    """How often each number of a buffer was added to, where each of its words begins."""
+    """Returns how often each number of a buffer was added to, counted at the first of its words."""
     return buffer.extra.setdefault("additions", np.zeros(len(buffer.bytes) // 4, np.int32))
 
 

@@ -182,7 +182,7 @@ def leave(w: Warp) -> int:
 
 
 def deadlock(m: Machine) -> Deadlock:
-    """Who waits for what."""
+    """Makes the error that says which warps wait for what, at which line."""
     alike: dict[tuple[int, str], list[str]] = {}
     for w in m.warps:
         if not w.exited:

@@ -41,7 +41,7 @@ def lanes_of(mask: int) -> Array:
 
 @dataclass
 class Wait:
-    """Why a step cannot go on. It is run again once ready() holds."""
+    """The reason why a step cannot go on. It is run again once ready() holds."""
 
     ready: Callable[[], bool]
     why: Callable[[], str]
@@ -60,7 +60,7 @@ class Code(Protocol):
     fused: list[Step]  # some of which stand for several
 
     def initial(self, w: Warp) -> list[Array]:
-        """What every slot of a warp holds at first."""
+        """Returns what every slot of a warp holds at first."""
         ...
 
     def registers_at(self, pc: int) -> frozenset[int]: ...
@@ -143,7 +143,7 @@ class GlobalMemory:
         raise OutOfBounds(f"{what} {size} bytes at 0x{address:x}, outside of every allocation{near}")
 
     def find_all(self, addresses: Array, size: int, what: str) -> list[tuple[Buffer, Array, Array]]:
-        """For int64 addresses: (allocation, which of the addresses, their offsets)."""
+        """Finds int64 addresses: (allocation, which of the addresses, their offsets)."""
         if len(addresses) == 0:
             return []
         if (addresses % min(size, 16)).any():
@@ -211,7 +211,7 @@ def learn(clock: Clock, op: AsyncOp) -> None:
 
 
 class Scoreboard(Protocol):
-    """What stops a warp at an instruction that names registers which are not there yet."""
+    """A guard that stops a warp at an instruction that names registers which are not there yet."""
 
     def before(self, w: Warp, pc: int) -> Wait | None:
         """Lets the registers of instruction pc arrive, or says why it cannot go on."""
@@ -219,13 +219,13 @@ class Scoreboard(Protocol):
 
 
 class Tape(Protocol):
-    """What is told, as it happens, how agents wait for each other. A barrier is an MBarrier, or whatever else is
-    counted: its name then."""
+    """A listener that is told, as it happens, how agents wait for each other. A barrier is an MBarrier, or the name of
+    whatever else is counted."""
 
     def issued(self, op: AsyncOp) -> None: ...
 
     def arrives(self, bar: Hashable, count: int = 1, phase: int | None = None) -> None:
-        """In a phase of the arriver's own; without, in the present one."""
+        """Somebody arrives in a phase of its own; without one, in the present phase."""
         ...
 
     def expects(self, bar: Hashable, size: int) -> None: ...
@@ -233,7 +233,7 @@ class Tape(Protocol):
     def brings(self, bar: Hashable, size: int) -> None: ...
 
     def completes(self, bar: Hashable) -> None:
-        """Its present phase."""
+        """The barrier's present phase is complete."""
         ...
 
     def passes(self, bar: Hashable, phase: int | None = None) -> None:
@@ -338,7 +338,7 @@ class Warp:
         return one
 
     def hold(self, slots: Iterable[int], op: object, writes: bool = True) -> None:
-        """From now until the wait `op` may write (or, where not `writes`, read) these registers at any time."""
+        """Lets `op` write (or, where not `writes`, read) these registers at any time from now until the wait."""
         for slot in slots:
             self.held[slot] = (op, writes)
             if writes:
@@ -463,7 +463,7 @@ def names(who: Iterable[str]) -> str:
 
 
 Extent = tuple[int, int, int]
-"""Of x, y and z."""
+"""The extents in x, y and z."""
 
 
 def extent(sizes: int | Sequence[int]) -> Extent:
@@ -673,7 +673,7 @@ class Machine:
         return [w for cta in self.late.pop(0) for w in cta.warps]
 
     def take_late(self) -> Sequence[int] | None:
-        """Where in the grid a cluster is that now never begins; None if there is none, or by chance."""
+        """Cancels a cluster that has not begun; returns its place in the grid. None if none is left, or by chance."""
         if not self.late or self.rng.random() < 0.25:
             return None
         cluster = self.late.pop(self.rng.randrange(len(self.late)))
@@ -703,5 +703,5 @@ class Machine:
 
 
 def new_memory() -> GlobalMemory:
-    """With the events that every shadow starts from: number 0 is nobody, number 1 the host."""
+    """Makes a memory with the events that every shadow starts from: number 0 is nobody, number 1 the host."""
     return GlobalMemory([HOST, HOST])

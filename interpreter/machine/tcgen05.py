@@ -166,7 +166,7 @@ def movement(i: Instruction, d: Decoder, registers: Arg) -> tuple[list[int], Cal
 
 
 def form_of(i: Instruction, words: Array) -> str:
-    """In words: which cells are moved; and from where, if that is not the first of the warp's lanes."""
+    """Says in words which cells are moved; and from where, if that is not the first of the warp's lanes."""
     lane = int(words.min()) // COLUMNS % LANES
     return ".".join(i.mods[:2]) + (f", lane {lane}" if lane else "")
 

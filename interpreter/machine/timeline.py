@@ -1,4 +1,4 @@
-"""Who did what when, as text and as a picture. Time is counted in steps of all warps together, which are not cycles."""
+"""Shows who did what when, as text and as a picture. Time is in steps of all warps together, which are not cycles."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Issuer:
             self.warp.put(slot, values, FULL if defined.all() else mask_of(defined))
 
     def before(self, w: Warp, pc: int) -> Wait | None:
-        """As a scoreboard: where an instruction names a register of a load, it waits for that and all loads before."""
+        """Acts as a scoreboard: an instruction that names a register of a load waits for that and all loads before."""
         named = w.code.registers_at(pc)
         last = max((n for n, (_, slots, _) in enumerate(self.loads) if not named.isdisjoint(slots)), default=-1)
         wanted = self.loads[: last + 1]

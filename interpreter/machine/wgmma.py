@@ -56,7 +56,7 @@ class Descriptor:
 
 @lru_cache(maxsize=4096)
 def chunks_of(x: Descriptor, rows: int, depth: int, mn_major: bool, element: int = 2) -> tuple[Array, Array]:
-    """Where an operand of `rows` x `depth` pairs of bytes lies, in elements of so many bytes: (16-byte chunks, words).
+    """Locates an operand of `rows` x `depth` pairs of bytes, in elements of so many bytes: (16-byte chunks, words).
 
     K-major: [rows, depth / 8], groups of 8 rows `stride` apart, each row a swizzle span. MN-major: [elements of the
     depth, chunks of rows], spans of rows `leading` apart, groups of 8 of the depth (4, where atoms have 32 bytes)
@@ -118,7 +118,7 @@ def from_fragment(registers: Array) -> Array:
 
 
 def rows_defined(w: Warp, slots: list[int]) -> Array:
-    """Which of a warp's 16 rows of a fragment are defined; slots alternate as (.., h, c)."""
+    """Returns which of a warp's 16 rows of a fragment are defined; slots alternate as (.., h, c)."""
     masks = [w.D[s] for s in slots]
     if all(m == FULL for m in masks):
         return np.ones(16, bool)
@@ -340,7 +340,7 @@ def product(i: Instruction, d: Decoder) -> Step:
 
 
 def rows_known(known: Array, mn_major: bool) -> Array:
-    """Which of A's 64 rows are defined, from its words."""
+    """Returns which of A's 64 rows are defined, from its words."""
     if mn_major:
         return np.repeat(np.all(known.reshape(16, 8, 4), 0).ravel(), 2)
     return np.asarray(known.reshape(64, -1).all(1))

@@ -1,4 +1,4 @@
-"""What an event of a skeleton needs, and whether an order may do something else than the run did."""
+"""Derives what an event of a skeleton needs, and whether an order may do something else than the run did."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from .skeleton import Event, Kind, Skeleton
 
 Past = np.ndarray[Any, Any]
-"""Of an event, itself included: how many events of each warp, and how many phases of each barrier."""
+"""An event's past, itself included: how many events of each warp, and how many phases of each barrier."""
 
 
 Place = tuple[int, int]
-"""Of an event of a warp: the warp, and which of its events."""
+"""An event's place: its warp, and which of the warp's events it is."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,15 @@ class Order:
             np.maximum(so_far.setdefault(key, self.nothing()), past, out=so_far[key])
 
     def follows(self, past: Past, barrier: int, phase: int) -> bool:
-        """Whether a phase is complete because all who arrived in it, who are warps, have."""
+        """True if a past shows that a phase is complete: all who arrived in it are warps, and have done so."""
         arrived = self.ends[barrier, phase][: self.warps] <= past[: self.warps]
         return (barrier, phase) not in self.by_operations and bool(arrived.all())
 
     def check_loose(self) -> None:
-        """In the end such waits must pass: the barrier's last phase has their parity, and needs none that does not."""
+        """Checks that the loose waits pass in the end.
+
+        The barrier's last phase must have their parity, and need none that does not pass.
+        """
         left = {}
         for warp, place in self.loose:
             e = self.skeleton.warps[warp][place]

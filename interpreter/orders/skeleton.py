@@ -1,4 +1,4 @@
-"""What a run leaves of synchronisation: the events of each warp, and of each operation that was issued."""
+"""Records the synchronisation of a run: the events of each warp, and of each operation that was issued."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Barrier(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Of the run, in its order."""
+    """One thing that happened in the run: an event, or the end of a barrier's phase."""
 
     warp: int  # -1: an operation
     operation: int
@@ -59,7 +59,7 @@ class Skeleton:
         return sum(map(len, self.warps)) + sum(map(len, self.operations))
 
     def comparable(self) -> tuple[object, ...]:
-        """What two runs of a launch have in common, if what a warp does does not depend on the order of events."""
+        """Returns what all runs of a launch share if what a warp does does not depend on the order of events."""
         seen: dict[int, str] = {n: bar.name for n, bar in enumerate(self.barriers)}
 
         def of(events: Sequence[Event]) -> list[object]:
@@ -81,7 +81,7 @@ ASKS = ("mbarrier.try_wait", "mbarrier.test_wait")
 
 
 def goes_to(program: Program, i: Instruction, index: int) -> bool:
-    """Whether it is a branch to an instruction, or to what stands right before it."""
+    """True if it is a branch to the instruction at `index`, or to one of the two right before it."""
     return i.opcode.startswith("bra") and index - 2 <= program.target_of(str(i.args[0]), i) <= index
 
 

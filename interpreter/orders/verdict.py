@@ -1,4 +1,4 @@
-"""Whether a launch ends in every order, and what an order does that the run did not."""
+"""Decides whether a launch ends in every order, and finds what an order does that the run did not."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def verdict(make: Making) -> Verdict:
 
 
 def replayed(make: Making, skeleton: Skeleton, d: Deviation) -> str | None:
-    """What the interpreter raises in an order that does it: nobody goes further than it needs until it is done."""
+    """Returns what the interpreter raises in an order that does it: nobody goes further than it needs until it is done.
+
+    It is "" if nothing is raised, and None if the order cannot be made to do it.
+    """
     machine = make(0)
     tape, name = Recorder(machine), skeleton.barriers[d.event.barrier].name
     warps, phases = tape.skeleton.warps, int(d.before[len(skeleton.warps) + d.event.barrier])

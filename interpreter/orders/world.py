@@ -134,7 +134,7 @@ class World:
         return all(n == len(events) for n, events in zip(s.at, self.skeleton.warps, strict=True))
 
     def stuck(self, s: State) -> Sequence[str]:
-        """Who waits for what in a state in which nothing can go on."""
+        """Says who waits for what in a state in which nothing can go on."""
         found: dict[str, list[str]] = {}
         for name, n, events in zip(self.skeleton.names, s.at, self.skeleton.warps, strict=True):
             if n < len(events):

@@ -90,7 +90,7 @@ def show_accounts(args: argparse.Namespace) -> int:
 
 
 def keep(file: Path, name: str, rows: dict[str, Any]) -> None:
-    """In the record of clocks; what it has of other witnesses stays there."""
+    """Keeps rows in the record of clocks, where what it has of other witnesses stays."""
     record = json.loads(file.read_text()) if file.exists() else {}
     record[name] = record.get(name, {}) | rows
     file.write_text(json.dumps(record, indent=1) + "\n")
@@ -123,7 +123,7 @@ def line(x: Witness, found: dict[str, Any]) -> str:
 
 
 def write(file: Path, found: dict[str, dict[str, Any]]) -> None:
-    """What a file has of other witnesses stays there, and so do rules and faults where none were looked for."""
+    """Writes results into a file. Its other witnesses stay, and so do rules and faults where none were looked for."""
     before = json.loads(file.read_text())["witnesses"] if file.exists() else {}
     all_found = before | {name: before.get(name, {}) | result for name, result in found.items()}
     packages = {name: version(name) for name in (*dict.fromkeys(x.package for x in WITNESSES), "nvidia-cutlass-dsl")}

@@ -1,4 +1,4 @@
-"""What witnesses there are."""
+"""The catalogue of witnesses: the maker of each, its driver, and the driver's options."""
 
 from __future__ import annotations
 
@@ -155,4 +155,4 @@ CLOCKED = (
     long(BY_NAME["fa4 mla 2"], s_kv=1280, s_q=1),
     long(BY_NAME["fa4 mla 2 top-k"], s_kv=4096, s_q=1, topk=2048),
 )
-"""Of which clocks are compared with published times (`timing.py`)."""
+"""The witnesses whose clocks are compared with published times (`timing.py`)."""

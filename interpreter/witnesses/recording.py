@@ -50,7 +50,7 @@ def cache() -> Path:
 
 
 def recording(witness: Witness) -> Recording:
-    """From the cache, or compiled now."""
+    """Returns a witness's recording from the cache, or compiles it now; raises NotRecorded if that fails."""
     packages = [f"{x}=={version(x)}" for x in (witness.package, "nvidia-cutlass-dsl")]
     contents = [path.read_bytes() for path in SOURCES]
     digest = hashlib.sha256(b"\\0".join([repr((witness, packages)).encode(), *contents])).hexdigest()
@@ -86,7 +86,7 @@ def compile_one(witness: Witness) -> Recording:
 
 
 def write() -> None:
-    """What the process does: a witness's name and a file are its arguments."""
+    """Compiles the witness that the process's first argument names, into the file that the second one names."""
     name, file = sys.argv[1:]
     (witness,) = (x for x in (*WITNESSES, *CLOCKED) if x.name == name)
     made = compile_one(witness)

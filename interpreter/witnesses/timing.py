@@ -1,4 +1,4 @@
-"""What the clocks say of witnesses, beside what others published of the same kernels."""
+"""Times of witnesses by the clocks, beside what others published of the same kernels."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ PUBLISHED = {
 
 
 def timed(x: Witness, alone: bool = False) -> list[clocks.Timing]:
-    """Of each of its launches, one CTA an SM; alone: as in `clocks.run`."""
+    """Returns the timing of each of its launches, one CTA an SM; alone: as in `clocks.run`."""
     made, found = recording(x), list[clocks.Timing]()
     run(made.launches, made.arguments, rules=CHIP, by=lambda m: found.append(clocks.run(m, alone=alone)))
     return found
 
 
 def accounted(x: Witness) -> list[clocks.Account]:
-    """As `timed`."""
+    """Returns the account of each of its launches, which run as in `timed`."""
     both = zip(timed(x), timed(x, alone=True), strict=True)
     return [clocks.account(lambda alone=False, of=of: of[alone]) for of in both]
 
 
 def predicted(x: Witness, timings: Sequence[clocks.Timing]) -> dict[str, object]:
-    """As JSON has it."""
+    """Returns what JSON has of a witness: its clocks, beside what others published."""
     public, (timing,) = PUBLISHED[x.name], timings
     steady = timing.steady()
     assert steady is not None

@@ -18,7 +18,7 @@ from .recording import Recording
 
 @dataclass
 class Answer:
-    """Of a witness under the chip's rules, in several orders of events."""
+    """A witness's results under the chip's rules, in several orders of events."""
 
     seeds: int
     right: bool
@@ -131,7 +131,7 @@ def edits(launch: Launch, executed_lines: Collection[int]) -> Iterator[Edit]:
 
 
 def is_descriptor(number: int) -> bool:
-    """Of shared memory, with a swizzle of 128 bytes."""
+    """True for a descriptor of shared memory with a swizzle of 128 bytes."""
     return number & 7 << 46 == 1 << 46 and number >> 61 & 7 == 2
 
 
@@ -145,7 +145,7 @@ class Planted:
 
 
 def plant(x: Recording, *, seeds: int = 2, every: int = 1) -> dict[str, Planted]:
-    """By kind, under the chip's rules; `every`: only each n-th place of a kind."""
+    """Plants faults under the chip's rules and counts them by kind; `every`: only each n-th place of a kind."""
     first = run(x.launches, x.arguments, rules=CHIP, record=True)
     found: dict[str, Planted] = {}
     seen: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How the classes of each family are called, with operands and what is wanted of them."""
+"""Drivers that call the classes of each family, with operands and what is wanted of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Case:
 
 
 def folder(package: str) -> Path:
-    """Where an installed package lies, which is not imported."""
+    """Returns where an installed package lies, without an import of it; raises ModuleNotFoundError if there is none."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise ModuleNotFoundError(f"{package} is not installed; `make test-witnesses` installs it")

@@ -13,7 +13,7 @@ SPARSE = "cudnn.deepseek_sparse_attention"
 
 
 def bare_packages(*names: str) -> None:
-    """What these modules lie in, without what wants libcudnn."""
+    """Makes the packages of these modules importable, without what wants libcudnn."""
     root = folder("cudnn")
     for name in ("cudnn", SPARSE, *(f"{SPARSE}.{name}" for name in names)):
         bare(name, root.joinpath(*name.split(".")[1:]))
