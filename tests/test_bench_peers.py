@@ -290,6 +290,7 @@ def test_kernels_of_a_peer_are_those_of_no_xla_program(trace):
 
 
 @pytest.mark.usefixtures("packages", "ours", "trace")
+@pytest.mark.slow
 def test_a_run_beside_both(monkeypatch, built, tmp_path, capsys):
     """From the command line to a record that keeps what was measured of each, and to the page."""
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))

@@ -271,6 +271,7 @@ def test_layer_in_zigzag_order_elsewhere(name, packed, devices, kind):
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.fuzz)])
+@pytest.mark.slow
 def test_choices_in_zigzag_order(kind):
     """V4.1's layers hand on entries in their own order and choices in that of tokens; choices may be given, too."""
 

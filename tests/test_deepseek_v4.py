@@ -450,6 +450,7 @@ def test_words_of_tokens(tmp_path):
     assert words(tmp_path / "tokenizer.json").tolist() == WORDS
 
 
+@pytest.mark.slow
 def test_choices_in_common(capsys):
     """The program's tables against sets, of a model of V4.1 whose layers choose from the same entries."""
     layers = {
@@ -653,6 +654,7 @@ def test_drafts(config):
         assert got[i].tolist() == model_float64.drafts(model, params, tokens[i, : ends[i] + 1])
 
 
+@pytest.mark.slow
 def test_serving_with_drafts():
     """Of the model's own: most are right, others are not, and requests say what they say without them."""
     model, params = random(DSpark.from_config(common.SMALL | SIZES | WINDOWS))

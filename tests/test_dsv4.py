@@ -421,6 +421,7 @@ def loss_of_table(f, eps, **how):
 
 
 @pytest.mark.parametrize("eps", [None, 0.1])
+@pytest.mark.slow
 def test_the_reference_has_every_derivative_in_a_table(eps):
     """Those of finite differences, in both modes, and the second ones."""
     loss, x = loss_of_table(dsv4_attention, eps, implementation="reference")

@@ -72,6 +72,7 @@ def test_long_cache_by_kernels(cuda):
     example("long_cache").main(b=2, tokens=2**18, h=64, d=512, index_heads=64, d_index=128, topk=512)
 
 
+@pytest.mark.slow
 def test_a_cache_that_devices_share_out(devices=3, s_q=3):
     """Choice and attention are those of one device, ties among scores and scores that are no number included; an idle
     place sees nothing.

@@ -77,6 +77,7 @@ def test_v4_where_asked(kind):
     assert not exact.fake_quantize and np.abs(jax.jit(exact)(p, x).y[0] - want).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_v4_in_steps():
     """Plain caches hold what a prompt without caches computes with."""
     layer = from_config(V4, fake_quantize=True)[1]

@@ -80,6 +80,7 @@ def suite(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_every_test_has_its_result(suite, capsys):
     status, results = suite("--test-limit", "5")
     assert {name: result["outcome"] for name, result in results.items()} == WANTED
@@ -98,6 +99,7 @@ def test_every_test_has_its_result(suite, capsys):
     assert results.keys() == {"test_some.py::test_fails", "test_some.py::test_is_skipped", "test_broken.py"}
 
 
+@pytest.mark.slow
 def test_a_run_over_its_time_names_what_is_left(suite, tmp_path, capsys):
     (tmp_path / "test_broken.py").unlink()
     status, results = suite("--limit", "8", "-k", "passes or hangs or last")

@@ -232,7 +232,7 @@ def test_more_tokens_than_the_steps_of_a_cache():
     layer = DSV4Attention(24, 2, 16, 8, 2, 8, ratio=32, compressor=Compressor(24, 16, 32), rope=Rope(8))
     params = layer.init(jax.random.key(0))
     with pytest.raises(
-        ValueError, match=r"DSV4Attention: x: got float32\[1, 3, 24\], wanted at most the 2 steps of the"
+        ValueError, match=r"DSV4Attention: x: got float32\[1, 3, 24\], wanted at most 2 tokens, the cache's steps"
     ):
         layer.step(params, jnp.zeros((1, 3, 24)), layer.cache(1, 64, jnp.float32, steps=2), lengths=3)
 

@@ -76,6 +76,7 @@ def test_packed_caches_of_v41(dtype, layouts):
             np.testing.assert_array_equal(y, same)
 
 
+@pytest.mark.slow
 def test_fp4_caches_of_v4():
     """Entries in "v4_fp4", latents in "v4_fp8": steps equal a chunk, and both are near what bfloat16 caches give."""
     layer = from_config(MODELS["v4"] | {"head_dim": 512})[1]

@@ -320,7 +320,7 @@ class Endpoint:
             raise Refused(str(e), param) from None
 
     def prompt(self, given: Any) -> np.ndarray:
-        if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+        if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
             (given,) = given
         if isinstance(given, str):
             return self.words.encode(given)
