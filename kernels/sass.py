@@ -10,7 +10,7 @@ from typing import Any
 
 from .abi import Variant
 
-KINDS = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")  # of Hopper and of Blackwell, in 16 and in 8 bits
+KINDS = ("HMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")  # by warps; of Hopper and Blackwell, in 16 and 8 bits
 Products = dict[str, int | tuple[int, int]]
 """Kind -> how many, or the least and the most"""
 

@@ -524,7 +524,10 @@ def test_checkpoint_errors(tmp_path):
         ({"num_hash_layers": None}, "got none of num_hash_layers, n_hash_layers"),
         ({"n_shared_experts": 2}, "got 2 shared experts, wanted 1"),
         ({"scoring_func": "softmax"}, "got scores by softmax, wanted one of sqrtsoftplus, sigmoid"),
-        ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "wanted hash_moe in the first layers alone"),
+        (
+            {"mlp_layer_types": ["moe", "hash_moe", "moe"]},
+            "wanted one of hash_moe or moe for each of 3 layers, hash_moe in the first",
+        ),
         (V41 | {"engram_num_embeddings": [72, 205]}, r"got tables of \(72, 205\) rows, wanted \(72, 204\)"),
     ],
 )

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_dsv4_fmha.layers import RunningSums, Shared, from_config
+from jax_dsv4_fmha.layers.pooling import last_tokens
 from tests.test_layers import MODELS, SMALL, random_params
 
 LENGTH, STEPS, PLACES = 40, 4, 3
@@ -167,7 +168,7 @@ def read_later(layer, cache, n, place):
 
     def taken(part, first, last):
         positions = jnp.broadcast_to(jnp.arange(first, last, dtype=jnp.int32), (PLACES, last - first))
-        return part.take(positions)[place]
+        return (last_tokens(part, positions) if isinstance(part, RunningSums) else part.take(positions))[place]
 
     found = [taken(cache.window, max(0, n - layer.window), n)]
     for part in (cache.compressed, cache.keys):
