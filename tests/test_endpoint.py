@@ -232,7 +232,8 @@ REFUSED = [
 ]  # fmt: skip
 REFUSED_CHATS = [
     ({"messages": None}, "messages: got none, wanted it"), ({"messages": []}, r"messages: got \[\], "),
-    ({"messages": "5"}, "messages: got '5', wanted it to be a valid (list|array)"), ({"messages": {}}, "messages: got {}, w"),
+    ({"messages": "5"}, "messages: got '5', wanted it to be a valid (list|array)"),
+    ({"messages": {}}, "messages: got {}, w"),
     ({"messages": [5]}, "messages.0: got 5, wanted"), ({"messages": [None]}, "messages.0: got None, wanted"),
     ({"messages": [[]]}, r"messages.0: got \[\], wanted"), ({"messages": [{}]}, "messages.0.role: got none, wanted it"),
     ({"messages": [{"role": "user"}]}, "messages.0.content: got none, wanted it"),
