@@ -115,6 +115,17 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"kernels: {count} built" if count else "kernels: none built, so tests of built kernels have no cases"
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """Collections of garbage leave out all older objects. `jax.checking_leaks` collects after each trace, which takes
+    minutes in a process that has run many tests.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     """Skips tests with --quick when they come to it, for no list says which tests do that."""

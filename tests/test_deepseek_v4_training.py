@@ -79,7 +79,9 @@ def on_one_device(name):
 def test_a_step_in_zigzag_order(name, axes):
     """Losses, the experts' loads and every gradient are those of one device."""
     got, moved = of_a_step(name, prompts(2, 128), **axes)
-    jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, on_one_device(name))
+    jax.tree.map(
+        functools.partial(assert_close, tolerance=1e-3), got, on_one_device(name)
+    )  # other orders of float32 sums
     assert "collective-permute" in moved
 
 

@@ -105,7 +105,7 @@ def placed(kind, xs, mesh, batch=None, heads=None, sequence=None):
 
 @pytest.mark.parametrize("call, axes", [*((call, None) for call in CALLS), ("gradient", "Explicit")])
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.slow
+@pytest.mark.usefixtures("few_objects")
 def test_no_tracer_leaks(kind, call, axes):
     """Nothing that an equation keeps knows a traced array, on one device and over the devices of a mesh."""
     xs = operands(kind, call)

@@ -59,9 +59,8 @@ def test_a_derivative_forward_is_refused(where):
         calls[where](q)
 
 
-@pytest.mark.usefixtures("built")
+@pytest.mark.usefixtures("built", "few_objects")
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.slow
 def test_no_tracer_leaks(name):
     """Nothing that an equation keeps knows a traced array: forward and backward, mapped."""
     x = OPS[name].operands()
