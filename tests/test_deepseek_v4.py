@@ -68,8 +68,8 @@ def random(model):
     return model, {**jax.tree_util.tree_map_with_path(changed, params), **fixed}
 
 
-def prompts(b, s):
-    return np.random.default_rng(3).integers(0, 64, (b, s)).astype(np.int32)
+def prompts(b, s, seed=3):
+    return np.random.default_rng(seed).integers(0, 64, (b, s)).astype(np.int32)
 
 
 def assert_close(got, want, tolerance=2e-5):

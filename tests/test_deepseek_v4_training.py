@@ -48,6 +48,10 @@ def test_logits_in_zigzag_order(name):
     assert_close(unzigzag(np.asarray(got), 2), want, 3e-4)
 
 
+TOKENS = prompts(2, 128, seed=2)
+"""No match of an engram is so near 0 with these tokens that the slope of its square root amplifies rounding."""
+
+
 def of_a_step(name, tokens, **axes):
     """Losses and loads, gradients, and what collectives move."""
     model, params = small(name)
@@ -63,7 +67,7 @@ def of_a_step(name, tokens, **axes):
 
 @functools.cache
 def on_one_device(name):
-    return of_a_step(name, prompts(2, 128))[0]
+    return of_a_step(name, TOKENS)[0]
 
 
 @pytest.mark.slow
@@ -78,10 +82,8 @@ def on_one_device(name):
 )
 def test_a_step_in_zigzag_order(name, axes):
     """Losses, the experts' loads and every gradient are those of one device."""
-    got, moved = of_a_step(name, prompts(2, 128), **axes)
-    jax.tree.map(
-        functools.partial(assert_close, tolerance=1e-3), got, on_one_device(name)
-    )  # other orders of float32 sums
+    got, moved = of_a_step(name, TOKENS, **axes)
+    jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, on_one_device(name))
     assert "collective-permute" in moved
 
 
