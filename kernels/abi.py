@@ -28,6 +28,16 @@ class Mode:
     order: str = ""  # "few_heads" or "by_columns": a kernel that has the canonical order of sums alone
     bounds: bool = False  # a gradient's bounds, from which its fixed point follows, and not the gradient
 
+    @property
+    def is_e4m3(self) -> bool:
+        """True if products are of e4m3, and so are keys."""
+        return self.precision != ""
+
+    @property
+    def keeps_rope(self) -> bool:
+        """True if RoPE's part of scores is of bfloat16, and other products of e4m3."""
+        return self.precision == BF16_ROPE
+
 
 PLAIN, ROTARY, BOUNDS = Mode(), Mode(rotary=True), Mode(bounds=True)
 FEW_HEADS, BY_COLUMNS = Mode(order="few_heads"), Mode(order="by_columns")
@@ -135,11 +145,11 @@ class Forward(Variant):
 
     @property
     def gathers(self) -> bool:
-        return gathers(self.sources) or self.is_e4m3 or self.shares_tiles
+        return gathers(self.sources) or self.mode.is_e4m3 or self.shares_tiles
 
     @property
     def splits(self) -> bool:
-        return (self.arch == "sm_90a" or self.shared_kv) and not self.is_e4m3 and not self.shares_tiles
+        return (self.arch == "sm_90a" or self.shared_kv) and not self.mode.is_e4m3 and not self.shares_tiles
 
     @property
     def shares_tiles(self) -> bool:
@@ -152,16 +162,6 @@ class Forward(Variant):
         return self.mode.rotary
 
     @property
-    def is_e4m3(self) -> bool:
-        """True if its products are of e4m3, and so are its keys."""
-        return self.mode.precision != ""
-
-    @property
-    def keeps_rope(self) -> bool:
-        """True if RoPE's part of scores is of bfloat16, and other products of e4m3."""
-        return self.mode.precision == BF16_ROPE
-
-    @property
     def gathers_by_tma(self) -> bool:
         """True if TMA loads all keys that are not packed."""
         return self.shared_kv and self.arch == "sm_100f"
@@ -169,12 +169,12 @@ class Forward(Variant):
     @property
     def moves_rows(self) -> bool:
         """True if threads load q and store o, and TMA does not."""
-        return self.gathers_by_tma or self.is_e4m3
+        return self.gathers_by_tma or self.mode.is_e4m3
 
     @property
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
-        traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.is_e4m3}
+        traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.mode.is_e4m3}
         traits["shared_tiles"] = self.shares_tiles
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 

@@ -530,7 +530,7 @@ for variant in test_ffi.BUILT:
 @one_of_each_op
 def test_unknown_variant_lists_what_is_built(variant):
     x = operands(dataclasses.replace(variant, d=96)).arguments()
-    if variant.keeps_rope:  # whose keys say what d is
+    if variant.mode.keeps_rope:  # whose keys say what d is
         with pytest.raises(ValueError, match=r"window_kv: got shape \[2, \d+, 224\], wanted \[2, \d+, 640\]"):
             function(variant)(*x, scale=0.1)
         return

@@ -97,7 +97,7 @@ def test_launch(row, h_q, extents, device):
         pytest.skip(f"device 0 is {arch}")
     variant = variant_of(row["key"])
     x, scale = operands(variant, **extents, h_q=min(h_q, variant.max_heads)), variant.d**-0.5
-    if x.is_e4m3:  # keys are up to 2**12 times as great as q
+    if x.mode.is_e4m3:  # keys are up to 2**12 times as great as q
         scale *= 2.0**-9
     results = {name: np.full(like.shape, np.nan, like.dtype) for name, like in outputs_of(x).items()}
     arrays = x.named() | results

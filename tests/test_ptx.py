@@ -36,7 +36,7 @@ QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("t
 def marked(key: str, case: str, is_slow: bool = False) -> Any:
     variant = native.variant_of(key)
     is_slow |= variant.turns and case not in QUICK[variant.name]
-    is_slow |= variant.is_e4m3 and case == "mixed"
+    is_slow |= variant.mode.is_e4m3 and case == "mixed"
     return pytest.param(key, case, marks=pytest.mark.slow) if is_slow else (key, case)
 
 
@@ -71,7 +71,7 @@ def splits_in_bfloat16(key: str) -> bool:
     return variant.splits and variant.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("key", [key for key in BUILT if native.variant_of(key).is_e4m3])
+@pytest.mark.parametrize("key", [key for key in BUILT if native.variant_of(key).mode.is_e4m3])
 def test_a_row_of_q_with_an_infinity_is_nan(key):
     """And no other row is, though rows are rounded two at a time."""
     x = operands(key, "few")
@@ -172,7 +172,7 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     poisoned = window.k.copy()
     poisoned[:, bad] = np.nan
     spoilt_window = dataclasses.replace(window, k=poisoned, v=poisoned)
-    if x.is_e4m3:
+    if x.mode.is_e4m3:
         spoilt_window = attention.as_codes(spoilt_window, x.mode)
     spoilt = dataclasses.replace(x, sources=(spoilt_window, entries))
     (want, _), (got, _) = (launch(k, y, processors=1).run() for y in (x, spoilt))

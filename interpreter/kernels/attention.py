@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import BF16_ROPE, PLAIN, UNIT_BYTES, Forward, MlaBackward, Mode
+from kernels.abi import PLAIN, UNIT_BYTES, Forward, MlaBackward, Mode
 from kernels.packings import PACKED
 
 from ..machine.state import Array
@@ -45,16 +45,6 @@ class Operands:
     sink: Array
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
     mode: Mode = PLAIN
-
-    @property
-    def is_e4m3(self) -> bool:
-        """True where products are of e4m3, and so are keys."""
-        return self.mode.precision != ""
-
-    @property
-    def keeps_rope(self) -> bool:
-        """True where RoPE's part of scores is of bfloat16 where other products are of e4m3."""
-        return self.mode.precision == BF16_ROPE
 
     def named(self) -> dict[str, Array]:
         """Returns the arrays that a launch is handed, by the names of their addresses."""
@@ -132,8 +122,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         sources.append(Keys(k, v, *seen))
-    is_e4m3 = variant.mode.precision != ""
-    if is_e4m3:
+    if variant.mode.is_e4m3:
         sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
@@ -143,7 +132,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         if x.pool is not None
     }
     q = normal(8, b, s_q, h_q, d)
-    if is_e4m3:  # which has units of its own
+    if variant.mode.is_e4m3:  # which has units of its own
         q = np.ldexp(q, -rng.integers(0, 5, (b, s_q, h_q, 1))).astype(q.dtype)
     table = None
     if variant.turns:
@@ -164,7 +153,7 @@ def as_codes(keys: Keys, mode: Mode) -> Keys:
     v = codes.astype(np.float32) * units[..., None]
     rows, tail = [codes.view(np.uint8)], np.zeros((*units.shape, UNIT_BYTES), np.uint8)
     tail[..., :2] = units.astype(keys.k.dtype)[..., None].view(np.uint8)
-    if mode.precision == BF16_ROPE:
+    if mode.keeps_rope:
         rope = (k[..., -ROPE:] / units[..., None]).astype(keys.k.dtype)
         rows.append(rope.view(np.uint8))
         k = np.concatenate([v[..., :-ROPE], k[..., -ROPE:]], -1)
@@ -253,11 +242,11 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     if x.table is not None:
         o, lse = answer(replace(x, q=normed(turned(x.q, x.table), x.q, eps), table=None), scale)
         return turned(o, x.table * np.resize([1, -1], 64)), lse
-    if x.is_e4m3:
+    if x.mode.is_e4m3:
         top = np.abs(x.q.astype(np.float64)).max(-1, keepdims=True)
         unit = np.exp2(np.floor(np.log2(top)) - 7)
         q = e4m3(x.q.astype(np.float32) / unit.astype(np.float32)).astype(np.float64) * unit
-        if x.keeps_rope:
+        if x.mode.keeps_rope:
             q[..., -ROPE:] = x.q[..., -ROPE:].astype(np.float64)
         x = replace(x, q=q)
     b, s_q, h_q, d = x.q.shape
@@ -276,7 +265,7 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     p = np.exp(np.minimum(logits - top[..., None], 0))
     with np.errstate(divide="ignore"):
         lse = top + np.log((counts * p).sum(-1))
-    if x.is_e4m3:
+    if x.mode.is_e4m3:
         units = np.concatenate([keys.units for keys in x.sources], axis=1)[:, None, None, None]
         p = rounded_weights(logits, units, top[..., None], counts)
     p = counts * p

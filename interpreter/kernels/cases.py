@@ -115,5 +115,5 @@ def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Ope
         for array in (k, v):
             array[~counts.any(1)] = np.nan
         made = attention.Keys(k, v, seen_from, seen_to, counts)
-        sources.append(attention.as_codes(made, x.mode) if x.is_e4m3 else made)
+        sources.append(attention.as_codes(made, x.mode) if x.mode.is_e4m3 else made)
     return dataclasses.replace(x, sources=tuple(sources))

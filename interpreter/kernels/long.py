@@ -31,7 +31,7 @@ def operands(
     extents = {"b": 1, "s_q": queries, "h_q": heads, "topk": max(seen) if variant.gathers else 0}
     x = attention.operands(variant, width=None, s_kv=s_kv, s_kv1=s_kv1, **extents)
     sources = [all_seen(s, kind, n) for s, kind, n in zip(x.sources, variant.sources, seen, strict=False)]
-    if x.is_e4m3:
+    if x.mode.is_e4m3:
         sources = [attention.as_codes(dataclasses.replace(s, units=None), x.mode) for s in sources]
     return dataclasses.replace(x, sources=tuple(sources))
 

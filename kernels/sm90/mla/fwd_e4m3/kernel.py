@@ -632,5 +632,5 @@ def load_values(a: cute.Tensor, address: Int32) -> None:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, rope=SLAB * variant.keeps_rope)
+    config = Config(variant.d, variant.dtype, variant.sources, rope=SLAB * variant.mode.keeps_rope)
     return MlaFwdE4m3Sm90(config).compile(variant, out_dir)

@@ -9,5 +9,5 @@ from ....sass import Products
 
 def products(variant: Forward, facts: Mapping[str, Any]) -> Products:
     """Q K' of 512 in four places, V' P' of 64 keys by four times 64."""
-    scores, of_rope = (14, 4) if variant.keeps_rope else (16, 0)
+    scores, of_rope = (14, 4) if variant.mode.keeps_rope else (16, 0)
     return {"QGMMA": 4 * scores + 8, "HGMMA": 4 * of_rope}
