@@ -18,7 +18,6 @@ struct FusedMoeShape {
   int64_t rows() const { return tokens * chosen; }
 };
 
-constexpr int64_t kMostExperts = 1024;                 // of GroupRows, a thread each
 constexpr int64_t kGroupedDepth = 256;                 // of k and inner: a stage, or two
 constexpr int64_t kTileRows = 64, kTileChannels = 32;  // of a matrix; of gates, half of these
 
@@ -28,7 +27,7 @@ inline std::string CheckFusedMoeShape(const FusedMoeShape& x) {
        {std::pair{"b * s_q", x.tokens}, {"n_chosen", x.chosen}, {"k", x.k}, {"n", x.inner}, {"groups", x.experts}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
-  if (x.experts > kMostExperts) return TooLarge("groups", x.experts, kMostExperts);
+  if (x.experts > kMostGroups) return TooLarge("groups", x.experts, kMostGroups);
   for (auto [name, extent] : {std::pair{"k", x.k}, {"n", x.inner}}) {
     if (extent % kGroupedDepth != 0) {
       return std::string(name) + " is " + std::to_string(extent) + ", wanted a multiple of 256";

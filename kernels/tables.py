@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import targets
-from .abi import FAMILIES, PACKED_SOURCES, Variant, layouts
+from .abi import FAMILIES, MOST_GROUPS, PACKED_SOURCES, Variant, layouts
 from .packings import CACHED
 from .params import Param
 from .variants import VARIANTS
@@ -101,6 +101,7 @@ def header(variants: Sequence[Variant]) -> str:
     return _HEADER.format(
         parts="\n\n".join(parts),
         max_params=max(len(v.params) for v in found),
+        most_groups=MOST_GROUPS,
         max_maps=max(sum(p.kind == "map" for p in v.params) for v in found),
         layouts=", ".join(f"&{_layout_name(v)}" for v in found),
         choices=", ".join(f"{_struct(family)}Choices" for family in FAMILIES),
@@ -196,7 +197,7 @@ namespace dsv4_fmha {{
 {parts}
 
 inline constexpr const Layout* kLayouts[] = {{{layouts}}};
-inline constexpr int kMaxParams = {max_params}, kMaxMaps = {max_maps};
+inline constexpr int kMaxParams = {max_params}, kMaxMaps = {max_maps}, kMostGroups = {most_groups};
 
 using Choices = std::variant<{choices}>;
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from interpreter.kernels import native
 from interpreter.kernels.fused_moe import BF16, LIMIT, Problem, numbers, of_large_scales
 from jax_dsv4_fmha import EXPORT_CHECKS, PackedExperts, explain, fused_moe, pack_experts
-from kernels.abi import GroupedProduct
+from jax_dsv4_fmha._host import fused_moe as raw
+from kernels.abi import MOST_GROUPS, GroupedProduct
 
 
 def operands(x, dtype=jnp.bfloat16):
@@ -130,6 +131,10 @@ def test_errors():
     for limit in (0, -1.0, float("nan"), "3"):
         with pytest.raises((ValueError, TypeError), match="limit"):
             fused_moe(given, w13, w2, chosen, weights, limit=limit)
+
+
+def test_the_package_knows_how_many_experts_kernels_take():
+    assert raw.MOST_EXPERTS == MOST_GROUPS
 
 
 def test_errors_of_packing():
