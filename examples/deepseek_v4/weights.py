@@ -33,8 +33,6 @@ STAY = re.compile(r".*(experts\.|\.engram\.wkv\.|\.main_proj\.)")
 ROUTED = re.compile(r".*\.ffn\.experts\.")
 MXFP4 = (1, 32)
 """the block of a scale, which is a power of two"""
-MULTIPLE, MOST_EXPERTS = 256, 1024
-"""of rows and columns that `pack_experts` takes, and of experts"""
 unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
 
 
@@ -174,14 +172,16 @@ def check(checkpoint: Checkpoint, stacks: Sequence[Stack], model: Model) -> None
         raise ValueError(f"{checkpoint.directory}: got {len(unused)} tensors of no use here, wanted none: {some}")
 
 
-def fits_fused_moe(
-    checkpoint: Checkpoint, names: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None
-) -> bool:
+def fits_fused_moe(checkpoint: Checkpoint, names: np.ndarray, block: tuple[int, int] | None) -> bool:
     """True if these are matrices `[rows, columns]` of routed experts in MXFP4 that `pack_experts` takes."""
     if block != MXFP4 or not ROUTED.match(names.flat[0]):
         return False
-    of_scales = checkpoint.entries[checkpoint.scale(names.flat[0])].dtype
-    return of_scales == "F8_E8M0" and not any(n % MULTIPLE for n in shape) and len(names) <= MOST_EXPERTS
+    operands = (checkpoint[name] for name in (names.flat[0], checkpoint.scale(names.flat[0])))
+    try:
+        jax.eval_shape(pack_experts, *(jax.ShapeDtypeStruct((*names.shape, *x.shape), x.dtype) for x in operands))
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def is_whole(spec: P, mesh: Mesh | None) -> bool:
@@ -258,7 +258,7 @@ def load(
 
             return jax.tree.map(joined, *parts)
 
-        if packed and fits_fused_moe(checkpoint, names, of_tensor, block) and is_whole(spec, mesh):
+        if packed and fits_fused_moe(checkpoint, names, block) and is_whole(spec, mesh):
             return experts(sharding(P(spec[0])))
         if packed and block and STAY.match(names.flat[0]):
             return Packed(*put((*names.shape, *of_tensor), sharding(in_file(spec, axes)), piece), axes)
