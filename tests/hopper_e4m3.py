@@ -17,9 +17,9 @@ to e4m3 that is nothing, unless a tie is so near. Then the weight may be a step,
 So `numbers` gives an interval for each number of o, which is wide only where there is such a weight, and the kernel's o
 is an end of it, rounded, or between them.
 
-Products of RoPE in bfloat16 are added to these sums 16 at a time, of how many bits is not known. With 23 after
-the leading one, where logits are thousands, as many numbers of o change as an H200 gave others than sums in float32.
-So a logit is off by what these products cut at most; where that is more than a weight's rounding, nothing is shown.
+Products of RoPE in bfloat16 are added to these sums 16 at a time. How many bits they keep is not known. A logit may be
+off by what four such products cut at most with 23 bits after the leading one; where that is more than a weight's
+rounding, nothing is shown. The sum of weights is off by as much of each weight, and o with it.
 """
 
 import functools
@@ -46,6 +46,8 @@ LOST_OF_ROPE = 4 * (16 + 2) * 2.0**-23  # of the greatest number: four products 
 
 Sums = Callable[[jax.Array, jax.Array], jax.Array]
 """The products a b' [.., m, n] of codes a [.., m, k] and b [.., n, k], in float32"""
+Added = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""c + a b' of sums c, and of RoPE's numbers a and b in bfloat16"""
 
 
 def in_place(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -78,6 +80,22 @@ def _in_place(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum("...mk,...nk->...mn", a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def in_float32_after(c: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    return c + in_float32(a, b)
+
+
+def cut_after(c: jax.Array, a: jax.Array, b: jax.Array, bits: int) -> jax.Array:
+    """c + a b' by products of 16 numbers, each of which cuts these and c toward zero, to so many bits after the leading
+    one of the greatest, and adds them exactly: by float64, for which JAX must have 64 bits.
+    """
+    terms = a[..., :, None, :] * b[..., None, :, :]
+    for first in range(0, ROPE, 16):
+        part = jnp.concatenate([terms[..., first : first + 16], c[..., None]], -1).astype(jnp.float64)
+        per_unit = jnp.exp2(bits - jnp.floor(jnp.log2(jnp.max(jnp.abs(part), -1, keepdims=True))))
+        c = (jnp.trunc(part * per_unit) / per_unit).sum(-1).astype(jnp.float32)
+    return c
 
 
 def _cut(x: jax.Array) -> jax.Array:
@@ -131,8 +149,15 @@ class Numbers(NamedTuple):
     slack: jax.Array  # like o: half of the interval, before o is rounded
 
 
-def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: float, sums: Sums = in_place) -> Numbers:
-    """o and lse as the kernel has them.
+def numbers(
+    q: jax.Array,
+    sources: Sequence[Listed],
+    sink: jax.Array,
+    scale: float,
+    sums: Sums = in_place,
+    added: Added = in_float32_after,
+) -> Numbers:
+    """o and lse as the kernel has them; added: how products of RoPE are added to sums.
 
     Where a weight may fall to either side, sums of its tile may be cut elsewhere too: `slack` has what two products
     cut at most then; and what the sum of weights and the factor 1 / sum are off.
@@ -154,7 +179,7 @@ def numbers(q: jax.Array, sources: Sequence[Listed], sink: jax.Array, scale: flo
             q_rope, scores = in_units[..., -ROPE:], sums(codes_of_q[..., :-ROPE], codes[..., :-ROPE])
             greatest = jnp.max(jnp.abs(q_rope), -1)[..., None] * jnp.max(jnp.abs(rope), -1)[:, :, None]
             unsure = LOST_OF_ROPE * jnp.maximum(greatest, jnp.abs(scores)) * units * of_row[..., None]
-            scores = scores + in_float32(q_rope, rope)
+            scores = added(scores, q_rope, rope)
         logits = jnp.where(there, scores * units * of_row[..., None], -jnp.inf)
         top = jnp.max(logits + _exponent(units), -1)
         after = jnp.where(top > ref + LIMIT, jnp.round(top) - HEAD, ref)
@@ -224,12 +249,12 @@ def assert_within(got: Any, made: Numbers) -> None:
 
 def assert_right(got: Any, x: attention.Operands, scale: float) -> None:
     """Judges what a GPU answers: by its sums where products are of e4m3, and otherwise by `attention.assert_right`."""
-    if not x.is_e4m3:
+    if not x.mode.is_e4m3:
         attention.assert_right(got, x, scale)
     else:
         assert_within(map(jnp.asarray, got), of_operands(x, scale))
 
 
-def of_operands(x: attention.Operands, scale: float, sums: Sums = in_place) -> Numbers:
-    run = functools.partial(OF_OP[name_of(x.op, x.mode)], scale=scale, sums=sums)
+def of_operands(x: attention.Operands, scale: float, **how: Sums | Added) -> Numbers:
+    run = functools.partial(OF_OP[name_of(x.op, x.mode)], scale=scale, **how)
     return jax.jit(run)(*map(jnp.asarray, x.arguments()))
