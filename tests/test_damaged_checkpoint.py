@@ -317,7 +317,7 @@ def is_the_same(got, want):
 
 
 def assert_error_or_same(model, directory, want, packed):
-    """Whatever has happened to the files, nobody computes with other numbers than they had."""
+    """Files that are damaged are an error, or give the numbers that they had."""
     try:
         got = load(model, directory, jnp.float32, packed=packed)
     except (ValueError, FileNotFoundError) as e:
