@@ -138,13 +138,19 @@ def _jvp_in_reverse(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str)
     return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, op=op)
 
 
+def _identity(name: str, jvp: Callable[..., Any]) -> Primitive:
+    """The primitive that gives its operand, and has this rule for tangents."""
+    made = Primitive(name)
+    made.def_abstract_eval(lambda x, **_: x)
+    made.def_impl(lambda x, **_: x)
+    ad.primitive_jvps[made] = jvp
+    batching.primitive_batchers[made] = lambda xs, axes, **of: (made.bind(*xs, **of), *axes)
+    mlir.register_lowering(made, lambda _, x, **__: [x])
+    return made
+
+
 # x, whose tangents raise our error where somebody asks for them, before JAX's own; cotangents pass
-_reverse_only = Primitive("dsv4_fmha_in_reverse")
-_reverse_only.def_abstract_eval(lambda x, **_: x)
-_reverse_only.def_impl(lambda x, **_: x)
-ad.primitive_jvps[_reverse_only] = _jvp_in_reverse
-batching.primitive_batchers[_reverse_only] = lambda xs, axes, **of: (_reverse_only.bind(*xs, **of), *axes)
-mlir.register_lowering(_reverse_only, lambda _, x, **__: [x])
+_reverse_only = _identity("dsv4_fmha_in_reverse", _jvp_in_reverse)
 
 # its tangent: reverse mode transposes it, and nothing else may use it
 _tangent = Primitive("dsv4_fmha_tangent")
@@ -163,12 +169,7 @@ def _jvp_of_constant(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str
     return x, t
 
 
-_constant = Primitive("dsv4_fmha_constant")
-_constant.def_abstract_eval(lambda x, **_: x)
-_constant.def_impl(lambda x, **_: x)
-ad.primitive_jvps[_constant] = _jvp_of_constant
-batching.primitive_batchers[_constant] = lambda xs, axes, **of: (_constant.bind(*xs, **of), *axes)
-mlir.register_lowering(_constant, lambda _, x, **__: [x])
+_constant = _identity("dsv4_fmha_constant", _jvp_of_constant)
 
 
 def _no_derivative(op: str) -> Exception:
