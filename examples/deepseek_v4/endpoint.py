@@ -449,7 +449,7 @@ async def refused(_: Http, e: HTTPException) -> JSONResponse:
 
 
 async def unheard(*_: Any) -> Response:
-    return Response(status_code=400)  # nobody reads it: the client has gone
+    return Response(status_code=400)  # to a client that has gone
 
 
 async def failed(_: Http, e: Exception) -> JSONResponse:
