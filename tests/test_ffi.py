@@ -219,8 +219,10 @@ def test_splits_by_what_is_built(monkeypatch):
     assert attention.parts("mla_span_fwd", PLAIN, prompts, span_of(prompts, 2048)).splits == 1
 
 
+@pytest.mark.rest
 @built
 def test_a_call_gets_the_kernel_for_the_fewest_heads(variant):
+    """Of all that there are, so it wants them all built."""
     others = [
         v for v in FORWARD if (v.name, v.arch, v.d, v.dtype) == (variant.name, variant.arch, variant.d, variant.dtype)
     ]

@@ -74,6 +74,7 @@ def test_keys_are_split_by_units(row_tiles, key_tiles, unit, splits):
     assert split_kv.split_count(row_tiles, key_tiles, unit, 132) == splits
 
 
+@pytest.mark.rest
 @pytest.mark.skipif("sm_100f" not in {v.arch for v in library.held()}, reason="Blackwell's kernels are not built")
 @pytest.mark.parametrize(
     ("op", "b", "s_q", "heads", "keys", "tiles"),
