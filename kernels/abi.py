@@ -16,7 +16,6 @@ from .packings import PACKED
 from .params import TILING, Param, Params, each, gathers, keys, params_of_span, rows, source_blocks
 
 ANY = 2**31 - 1  # a limit that does not limit
-ROPE = 64  # dimensions of a head that RoPE rotates, the last ones
 
 
 @dataclass(frozen=True)

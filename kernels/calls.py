@@ -15,12 +15,12 @@ from .abi import (
     FP8,
     PLAIN,
     POOL,
-    ROPE,
     ROTARY,
     UNIT_BYTES,
     Mode,
     name_of,
 )
+from .packings import ROPE
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ROPE = 64  # numbers of a head or an entry that RoPE rotates, the last ones
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -21,10 +23,10 @@ class Packing:
 
 
 PACKED = {  # entries of 512 numbers, which attention reads
-    # 448 e4m3 with scales of ue8m0, 64 bf16
-    "v4_fp8": Packing(448 + 2 * 64, 8, group=64, separate_scales=True, multiple=448 + 2 * 64),
-    # 448 e2m1 with scales of ue8m0, then 64 bf16
-    "v4_fp4": Packing(448 // 2, 16, group=32, separate_scales=False, after=2 * 64),
+    # e4m3 with scales of ue8m0, RoPE's in bf16
+    "v4_fp8": Packing(512 + ROPE, 8, group=64, separate_scales=True, multiple=512 + ROPE),
+    # e2m1 with scales of ue8m0, then RoPE's in bf16
+    "v4_fp4": Packing((512 - ROPE) // 2, 16, group=32, separate_scales=False, after=2 * ROPE),
     "v41_fp8": Packing(512, 16, group=32, separate_scales=False),  # e4m3 with scales of ue8m0
     "v41_fp4": Packing(256, 32, group=16, separate_scales=False),  # e2m1 with scales of e4m3
 }

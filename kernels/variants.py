@@ -13,7 +13,6 @@ from .abi import (
     FP8,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
-    ROPE,
     ROTARY,
     Combine,
     FewRowsProduct,
@@ -39,7 +38,7 @@ from .abi import (
     TopK,
     Variant,
 )
-from .packings import PACKED
+from .packings import PACKED, ROPE
 
 INDEX_FP4 = "index_fp4"
 DTYPES = ("bfloat16", "float16")  # of attention up to d 256; at d 512, and what layers add, have bfloat16 alone

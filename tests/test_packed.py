@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, dequantize_cache, quantize_cache
+from jax_dsv4_fmha._definitions import e4m3
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
+from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._testing import float64
+from kernels import packings
 from kernels.packings import PACKED
 from tests.helpers import normal
 
@@ -124,6 +127,10 @@ def test_kernels_know_the_same_layouts():
         assert (LAYOUTS[name].parts, LAYOUTS[name].multiple) == (parts, packing.multiple)
         assert (LAYOUTS[name].order[-1] == "plain") == (packing.after > 0)
     assert PACKED.keys() == {name for name, layout in LAYOUTS.items() if layout.d == 512}
+
+
+def test_rope_has_as_many_dimensions_in_definitions_kernels_and_calls():
+    assert e4m3.ROPE == packings.ROPE == attention.ROPE
 
 
 def test_v4_fp8_takes_584_bytes_an_entry():

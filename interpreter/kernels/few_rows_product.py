@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels.abi import FewRowsProduct
+from kernels.packings import ROPE
 
 from ..machine import scheduler
 from ..machine.state import Array, Machine, new_memory
@@ -18,7 +19,7 @@ from .verdict import Wrong
 
 EPS = 0.25  # large enough to matter
 SCALE = 0.375  # of an indexer's weights
-HEAD, DIMS, INDEX_D = 512, 64, 128
+HEAD, INDEX_D = 512, 128
 SQUARED = 128  # numbers whose squares have a sum
 COLUMN = 5  # of given weights, the first one that counts
 
@@ -28,7 +29,7 @@ class Problem:
     variant: FewRowsProduct
     x: Array  # [rows, groups, k]
     w: Array  # [groups, k, n]
-    angle: Array  # float32 [rows, DIMS / 2]
+    angle: Array  # float32 [rows, ROPE / 2]
     low_columns: int = 0  # the first columns of y, which are a low-rank query
     left: bool = False  # whether x is left to be normed
 
@@ -36,7 +37,7 @@ class Problem:
     def of(variant: FewRowsProduct, rows: int, k: int, n: int, groups: int = 1, **how: Any) -> Problem:
         rng = np.random.default_rng(0)
         x, w = (rng.standard_normal(shape).astype(variant.dtype) for shape in ((rows, groups, k), (groups, k, n)))
-        return Problem(variant, x, w, rng.uniform(-9, 9, (rows, DIMS // 2)).astype(np.float32), **how)
+        return Problem(variant, x, w, rng.uniform(-9, 9, (rows, ROPE // 2)).astype(np.float32), **how)
 
     @staticmethod
     def typical(variant: FewRowsProduct, rows: int, groups: int = 1) -> Problem:
@@ -49,7 +50,7 @@ class Problem:
 
     @property
     def table(self) -> Array:
-        return np.stack([np.cos(self.angle), np.sin(self.angle)], -1).reshape(len(self.angle), DIMS)
+        return np.stack([np.cos(self.angle), np.sin(self.angle)], -1).reshape(len(self.angle), ROPE)
 
     @property
     def result(self) -> str:
@@ -125,9 +126,9 @@ class Problem:
     def turned(self, x: Array, direction: int, d: int) -> Array:
         """x, whose rows are heads of d, with the last numbers of each head turned."""
         heads = x.reshape(len(x), -1, d).copy()
-        pairs = heads[..., -DIMS::2] + 1j * heads[..., -DIMS + 1 :: 2]
+        pairs = heads[..., -ROPE::2] + 1j * heads[..., -ROPE + 1 :: 2]
         pairs = pairs * np.exp(1j * direction * self.angle[:, None].astype(np.float64))
-        heads[..., -DIMS::2], heads[..., -DIMS + 1 :: 2] = pairs.real, pairs.imag
+        heads[..., -ROPE::2], heads[..., -ROPE + 1 :: 2] = pairs.real, pairs.imag
         return heads.reshape(x.shape)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from kernels.abi import KvInsert
+from kernels.packings import ROPE
 
 from ..machine import scheduler
 from ..machine.reductions import add_cleared
@@ -17,7 +18,6 @@ from . import native
 from .launch import Kernel, machine
 from .verdict import Wrong
 
-DIMS = 64
 EPS = 1e-3
 TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9}  # of an entry's greatest number: four roundings
 UNWRITTEN = 0x5A  # every byte of the cache before
@@ -46,7 +46,7 @@ class Problem:
     history: Array  # float32 [b, positions, width]: all rows of each sequence, where there are sums
     ape: Array  # float32 [ratio or 0, channels]
     norm: Array  # float32 [d]
-    angle: Array  # float32 [b, n, DIMS / 2]
+    angle: Array  # float32 [b, n, ROPE / 2]
     page: int  # entries
     pages: int
     block_table: Array  # int32 [b, pages of a sequence]; of none, where page i belongs to sequence i
@@ -90,7 +90,7 @@ class Problem:
             history,
             normal(ratio if has_ape and variant.pooled else 0, width // 2),
             1 + normal(d) / 4,
-            rng.uniform(-9, 9, (b, n, DIMS // 2)).astype(np.float32),
+            rng.uniform(-9, 9, (b, n, ROPE // 2)).astype(np.float32),
             page,
             3 * b if table else b,
             np.asarray(table, np.int32).reshape(b, -1),
@@ -197,8 +197,8 @@ class Problem:
     def finished(self, n: int, k: int, x: Array) -> Array:
         """After norm, RoPE and the Hadamard transform, in float64."""
         y = x / np.sqrt(np.mean(x * x) + EPS) * self.norm.astype(np.float64)
-        pairs = (y[-DIMS::2] + 1j * y[-DIMS + 1 :: 2]) * np.exp(1j * self.angle[n, k].astype(np.float64))
-        y[-DIMS::2], y[-DIMS + 1 :: 2] = pairs.real, pairs.imag
+        pairs = (y[-ROPE::2] + 1j * y[-ROPE + 1 :: 2]) * np.exp(1j * self.angle[n, k].astype(np.float64))
+        y[-ROPE::2], y[-ROPE + 1 :: 2] = pairs.real, pairs.imag
         if self.variant.hadamard:
             i = np.arange(self.variant.d)
             signs = 1 - 2 * (np.bitwise_count(i[:, None] & i).astype(np.int64) % 2)

@@ -8,13 +8,14 @@ a unit of its own, and so has each key: what a query sees depends on no other ke
 import jax
 import jax.numpy as jnp
 
+from .packed import LAYOUTS, V4_FP8
 from .rounding import straight_through
 
 E4M3 = "float8_e4m3fn"
 BF16_ROPE = "float8_e4m3fn_bf16_rope"
 """the same, but for scores' products of RoPE's dimensions, which are of bfloat16"""
 PRODUCTS = (E4M3, BF16_ROPE)
-ROPE = 64  # dimensions, the last ones, as in V4
+ROPE = LAYOUTS[V4_FP8].d - LAYOUTS[V4_FP8].packed  # the last dimensions, which V4's caches keep in bfloat16 too
 _TOP = 7  # log2 of the least that the greatest number is in its unit
 _LEAST_EXPONENT = -119  # of a greatest number, so that all units are numbers
 LEAST_UNIT, GREATEST_UNIT = -64, 48  # of keys, as exponents

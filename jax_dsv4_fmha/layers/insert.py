@@ -25,6 +25,7 @@ from .._dispatch.sequences import whole_sequences
 from .._dispatch.support import Support
 from .._host import kv_insert as raw
 from .._host import library
+from .._host.attention import ROPE
 from ._norm import rms_norm
 from ._rounding import Rounding, rounded
 from .hadamard import hadamard
@@ -138,7 +139,7 @@ def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity
     blocks = rows.width // (2 * entries.norm.shape[0])
     least = s if state is None or isinstance(state, RunningSums) else blocks * entries.ratio + s - 1
     sizes_fit = min(b, s) > 0 and capacity >= n and kept >= least
-    return bool(sizes_fit and table.shape[2] == _DIMS and columns % 4 == rows.column % 4 == 0)
+    return bool(sizes_fit and table.shape[2] == ROPE and columns % 4 == rows.column % 4 == 0)
 
 
 def _support(cache: Cache, entries: Entries, params: dict[str, Any], state: State) -> Support:
@@ -232,7 +233,6 @@ def _op(number_kept: int, packed: bool, paged: bool) -> Op:
     return Op("kv_insert", operands, kept, reference, kernel, is_mapped=False)
 
 
-_DIMS = 64  # numbers of an entry that a kernel turns
 _RAW: dict[int, Callable[..., Arrays]] = {
     1: raw.kv_insert,
     2: raw.kv_insert_pooled,

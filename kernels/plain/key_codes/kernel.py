@@ -36,9 +36,9 @@ from kernels.lib.ptx import (
     warp_max_u32,
 )
 from kernels.lib.rows import WARP, ceil_div, divide, load
+from kernels.packings import ROPE
 
 D = 512
-ROPE = 64  # the last of them
 NUMBERS = D // WARP  # of a key, that a lane has
 INFINITY = 0x7F800000  # bits of a float32
 NAN = 0x7FC00000

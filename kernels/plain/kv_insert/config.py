@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from kernels.lib.rows import WARP
-from kernels.packings import CACHED, Packing
+from kernels.packings import CACHED, ROPE, Packing
 
-DIMS = 64  # the last numbers of an entry, which RoPE turns
 COLUMNS = 4  # that a thread pools
 AT_ONCE = 4  # tokens that a thread loads at once
 PARTS = 3  # numbers of a column: the greatest score, the sum of weights, and the sum of weights times kv
@@ -65,5 +64,5 @@ class Config:
         return {}
 
     def __post_init__(self):
-        if self.d % (COLUMNS * WARP) or DIMS % self.numbers:
-            raise ValueError(f"d must be a multiple of {COLUMNS * WARP} up to {DIMS * WARP}, got {self.d}")
+        if self.d % (COLUMNS * WARP) or ROPE % self.numbers:
+            raise ValueError(f"d must be a multiple of {COLUMNS * WARP} up to {ROPE * WARP}, got {self.d}")

@@ -28,8 +28,9 @@ from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.ptx import round_pair
 from kernels.lib.rows import WARP, ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
+from kernels.packings import ROPE
 
-from .config import AT_ONCE, COLUMNS, DIMS, PARTS, Config
+from .config import AT_ONCE, COLUMNS, PARTS, Config
 from .packed import write_packed
 
 
@@ -37,7 +38,7 @@ class Arrays(NamedTuple):
     rows: cute.Pointer  # float32 [b, s, columns]: the width columns from `column` on
     ape: cute.Pointer  # float32 [ratio, width / 2], or none
     norm: cute.Pointer  # float32 [d]
-    table: cute.Pointer  # float32 [b, n, DIMS]: cos and sin of an entry's position, by turns
+    table: cute.Pointer  # float32 [b, n, ROPE]: cos and sin of an entry's position, by turns
     bounds: cute.Pointer  # int32 [b, n_bounds], tokens with the new ones; and where these begin, if not s before that
     block_table: cute.Pointer  # int32 [b, table_width]
     state: cute.Pointer  # float32 [b, ring, width]
@@ -288,10 +289,10 @@ class KvInsertKernel(Kernel):
     def insert(self, numbers: cute.Tensor, sequence: Int32, k: Int32, index: Int32, arrays: Arrays, n: Extents):
         """A warp inserts entry `index` of a sequence, whose row of the table is k, from each lane's numbers of it."""
         c, lane = self.config, cute.arch.lane_idx()
-        first = WARP - DIMS // c.numbers  # of the lanes whose numbers are turned
+        first = WARP - ROPE // c.numbers  # of the lanes whose numbers are turned
         weight, turns = (cute.make_rmem_tensor(c.numbers, Float32) for _ in range(2))
         read(arrays.norm + lane * c.numbers, weight)
-        at = (Int64(sequence) * n.n + k) * DIMS + cutlass.max(lane - first, 0) * c.numbers
+        at = (Int64(sequence) * n.n + k) * ROPE + cutlass.max(lane - first, 0) * c.numbers
         read(arrays.table + at, turns)
         rounded(numbers, self.dtype)
         squares = Float32(0.0)

@@ -10,8 +10,9 @@ from cutlass import BFloat16, Float32, Int32, Uint16, Uint32
 from kernels.lib.fp8_rows import GREATEST, amax, quantized, write_words
 from kernels.lib.ptx import bits_of, clip, float_of, power_of_two, round_pair, to_e4m3
 from kernels.lib.rows import WARP, store
+from kernels.packings import ROPE
 
-from .config import DIMS, Config
+from .config import Config
 
 INFINITY = 0x7F800000  # bits of a float32
 MANTISSA = 0x7FFFFF
@@ -50,7 +51,7 @@ def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
     exponent = most // (MANTISSA + 1) - 126 - (power - 1 if above else power)
     limit = Float32(greatest) if exponent < 120 else Float32(240.0)  # or the greatest would round to 2^128
     factor = power_of_two(127 - exponent)
-    for_bf16 = WARP - DIMS // c.numbers if cutlass.const_expr(c.packing in WITH_BF16) else WARP
+    for_bf16 = WARP - ROPE // c.numbers if cutlass.const_expr(c.packing in WITH_BF16) else WARP
     words = cute.make_rmem_tensor(c.numbers // 2, Uint32)
     a_word = 8 if c.packing in IN_E2M1 else 4
     code_words = c.numbers // a_word  # 0 where two lanes' codes are a word

@@ -9,7 +9,7 @@ from kernels.lib.wgmma import SLAB
 CONSUMERS = 2  # warpgroups
 CHUNK = 4  # float32 numbers that a thread moves at once
 PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
-HEAD, DIMS = 512, 64  # numbers of a query head, and the last of them, which RoPE turns
+HEAD = 512  # numbers of a query head
 INDEX_D = WARP * CHUNK  # numbers of an indexer's query head
 
 

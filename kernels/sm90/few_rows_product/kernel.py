@@ -50,8 +50,9 @@ from kernels.lib.wgmma import (
     tma_tiles,
     transposed,
 )
+from kernels.packings import ROPE
 
-from .config import CHUNK, CONSUMERS, DIMS, HEAD, INDEX_D, Config
+from .config import CHUNK, CONSUMERS, HEAD, INDEX_D, Config
 
 CONSUMED, TURNED = 1, 2  # named barriers of all consumers
 
@@ -101,7 +102,7 @@ class FewRowsProductSm90(Kernel):
         x: cute.Pointer,  # [rows, groups, k]
         w: cute.Pointer,  # [groups, k, n]
         y: cute.Pointer,  # [rows, groups, n]
-        table: cute.Pointer,  # float32 [rows, DIMS]: cos and sin by turns, of each row; read where heads are turned
+        table: cute.Pointer,  # float32 [rows, ROPE]: cos and sin by turns, of each row; read where heads are turned
         eps: Float32,
         gain: cute.Pointer,  # `LowRank`
         low: cute.Pointer,
@@ -400,12 +401,12 @@ def factor(norm: Norm, squares: Float32, k: Int32) -> Float32:
 @cute.jit
 def rotation(table: cute.Pointer, row: Int32) -> list:
     """cos and sin of a lane's two pairs of the last numbers of a row's head; 1 and 0 where they are not turned."""
-    lane, first_lane = cute.arch.lane_idx(), WARP - DIMS // CHUNK
+    lane, first_lane = cute.arch.lane_idx(), WARP - ROPE // CHUNK
     numbers = cute.make_rmem_tensor(CHUNK, Float32)
     for j in cutlass.range_constexpr(CHUNK):
         numbers[j] = Float32((j + 1) % 2)
     if lane >= first_lane:
-        place = table + (Int64(row) * DIMS + (lane - first_lane) * CHUNK)
+        place = table + (Int64(row) * ROPE + (lane - first_lane) * CHUNK)
         cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), numbers)
     return [numbers[j] for j in range(CHUNK)]
 
@@ -432,7 +433,7 @@ def read_rotations(table: cute.Pointer, rotations: cute.Tensor, row0: Int32, row
     thread, numbers = cute.arch.thread_idx()[0], cute.size(rotations, mode=[0])
     for i in cutlass.range_constexpr(cute.size(rotations, mode=[1])):
         row = cutlass.min(row0 + i * ROWS_OF_WARPGROUP + thread // QUAD, rows - 1)
-        place = (table + (Int64(row) * DIMS + thread % QUAD * numbers)).align(16)
+        place = (table + (Int64(row) * ROPE + thread % QUAD * numbers)).align(16)
         cute.autovec_copy(cute.make_tensor(place, cute.make_layout(numbers)), rotations[None, i])
         for j in cutlass.range_constexpr(numbers // 2):
             rotations[2 * j + 1, i] = -rotations[2 * j + 1, i]
