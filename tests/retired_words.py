@@ -106,7 +106,12 @@ RETIRED = (
     Retired("k_scale", "Quantized", SURFACE),
     Retired("topk_length", "-1 in indices", (*SURFACE, f"{PACKAGE}/_testing", "examples")),
     Retired("method", "merge, for two passes", (*SURFACE, f"{PACKAGE}/_dispatch", f"{PACKAGE}/_testing")),
-    Retired("o_groups", "in_groups", (f"{PACKAGE}/reference.py", f"{PACKAGE}/_testing")),
+    Retired("in_groups", "GroupedRope", (f"{PACKAGE}/_ops",)),
+    Retired(
+        "o_groups",
+        "GroupedRope",
+        (f"{PACKAGE}/_ops", f"{PACKAGE}/_dispatch", f"{PACKAGE}/reference.py", f"{PACKAGE}/_testing"),
+    ),
     Retired("with_products", "with_precision", ("examples",)),
     Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",)),
     Retired("room", "a name that explains itself", ("jax_dsv4_fmha/layers",)),

@@ -21,9 +21,9 @@ from jax_dsv4_fmha import (
     reference,
     sparse_fmha,
 )  # fmt: skip
+from jax_dsv4_fmha._definitions.query_rope import GroupedRope
 from jax_dsv4_fmha._dispatch.rope import normed_then_rotated, rotated
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._ops.dsv4 import in_groups
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
@@ -511,10 +511,11 @@ def test_a_gradient_is_one_kernel_where_it_is_made_for_the_heads(kinds, h, deter
     """It takes do in the groups of heads in which a product makes it."""
     x, how = large(h, jnp.bfloat16, s=4, kinds=kinds)
     w, d = jnp.ones((4, h // 4 * 512, 8), jnp.bfloat16), jnp.ones((1, 4, 4, 8), jnp.bfloat16)
+    how |= {"rope": GroupedRope(how["rope"].table, how["rope"].eps, groups=4)}
 
     def gradient(x):
         def project(x):
-            o, _ = in_groups(4, **({"compressed_kv": None} | x), **how, deterministic=deterministic)
+            o, _ = dsv4_attention(**x, **how, deterministic=deterministic)
             return jnp.einsum("bsgk,gkr->bsgr", o.reshape(1, 4, 4, -1), w)
 
         return jax.vjp(project, x)[1](d)

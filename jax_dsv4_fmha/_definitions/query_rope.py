@@ -30,3 +30,15 @@ class QueryRope:
 
     table: jax.Array
     eps: float | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@public_pytree
+@dataclasses.dataclass(frozen=True)
+class GroupedRope(QueryRope):
+    """`QueryRope` before a product that takes o in groups of heads, as V4's output projection does.
+
+    A kernel then reads the gradient of o as that product's gradient writes it. Results are the same.
+    """
+
+    groups: int = dataclasses.field(default=1, metadata={"static": True})
+    """a divisor of the number of heads"""

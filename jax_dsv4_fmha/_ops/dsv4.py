@@ -100,35 +100,6 @@ def dsv4_attention(
       >>> o.shape
       (1, 8, 4, 512)
     """
-    return in_groups(
-        1, q, window_kv, compressed_kv, window=window, ratio=ratio, indices=indices, q_offset=q_offset, sink=sink,
-        rope=rope, precision=precision, scale=scale, implementation=implementation, deterministic=deterministic,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-
-
-def in_groups(
-    o_groups: int,
-    q: jax.Array,
-    window_kv: jax.Array,
-    compressed_kv: jax.Array | Cache | None,
-    *,
-    window: int | Span,
-    ratio: int | Span | None = None,
-    indices: jax.Array | None = None,
-    q_offset: int | jax.Array = 0,
-    sink: jax.Array | None = None,
-    rope: QueryRope | None = None,
-    precision: str | None = None,
-    scale: float | None = None,
-    implementation: _check.Implementation | None = None,
-    deterministic: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """`dsv4_attention` before a product that takes o in so many groups of heads, as V4's output projection does.
-
-    With rope a kernel then reads the gradient of o as that product's gradient writes it. Results do not depend on it.
-    """
     op = "dsv4_attention"
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
@@ -156,7 +127,7 @@ def in_groups(
     modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, precision, q, batch_invariant)]
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
-    turned = rotary.wanted(op, rope, o_groups, dims, implementation)
+    turned = rotary.wanted(op, rope, dims, implementation)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]

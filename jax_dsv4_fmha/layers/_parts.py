@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import QueryRope, Span, dsv4_attention
+from .._definitions.query_rope import GroupedRope
 from .._definitions.span import positions_of
 from .._dispatch.sequences import whole_sequences
-from .._ops.dsv4 import in_groups
 from . import _entries, _few_rows
 from ._few_rows import LowRank
 from ._norm import rms_norm
@@ -97,7 +97,8 @@ class _Long(Part):
 
     def _rope(self) -> QueryRope:
         """The `rope` of attention, by which it norms and turns q, and turns o back."""
-        return QueryRope(self.layer.rope.table(self.positions), self.layer.eps if self.layer.norm_heads else None)
+        layer = self.layer
+        return GroupedRope(layer.rope.table(self.positions), layer.eps if layer.norm_heads else None, layer.o_groups)
 
     def projected_back(self, o: jax.Array) -> jax.Array:
         return _few_rows.projected_back(o, self.params["wo_a"], self.params["wo_b"], None, False)
@@ -149,8 +150,7 @@ class Prompt(_Long):
         layer, order, has_entries = self.layer, self.order, self.has_entries(shared)
 
         def attend(keys: Any, q: jax.Array, rope: QueryRope, chosen: Any, near: Any, own: Any) -> Any:
-            return in_groups(
-                layer.o_groups,
+            return dsv4_attention(
                 q,
                 keys,
                 shared.compressed if has_entries else None,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import _check, reference
-from ..._definitions.query_rope import QueryRope
+from ..._definitions.query_rope import GroupedRope, QueryRope
 from ..._definitions.rope import normed_and_rotated, normed_and_rotated_gradient, rotated_pairs
 from ..._host import rope as kernels
 from ..._host.attention import ROPE
@@ -112,14 +112,12 @@ class Rotary(AttentionMode):
 def wanted(
     op: str,
     rope: Any,
-    o_groups: int,
     dims: Mapping[str, Any],
     implementation: _check.Implementation | None,
 ) -> list[AttentionMode]:
     """The modes that the option `rope` of `dsv4_attention` asks for. The reference alone has derivatives in the table.
 
     Args:
-      o_groups: in how many groups of heads a product takes o, a divisor of h_q.
       dims: the sizes of its axes.
 
     Raises:
@@ -132,7 +130,8 @@ def wanted(
     eps = None if rope.eps is None else _check.number(op, "rope.eps", rope.eps, "a float > 0", lambda x: x > 0)
     table = _checked(op, rope.table, dims)
     table = table if implementation == "reference" else constant(table, op, "rope.table")
-    return [Rotary(table, eps, dims["h_q"] // o_groups)]
+    groups = rope.groups if isinstance(rope, GroupedRope) else 1
+    return [Rotary(table, eps, dims["h_q"] // groups)]
 
 
 def _checked(op: str, table: Any, dims: Mapping[str, Any]) -> jax.Array:
