@@ -1,4 +1,4 @@
-"""python -m jax_dsv4_fmha info | check | bench"""
+"""python -m jax_dsv4_fmha info | check | explain | bench"""
 
 import sys
 

@@ -236,14 +236,57 @@ def test_a_closed_pipe():
         assert (process.stderr.read(), process.wait(timeout=120)) == ("", 141)
 
 
-@pytest.mark.parametrize("command", [[], ["info"], ["check"], ["bench"]])
+def test_no_command_prints_help(capsys):
+    assert main([]) == 0 and "usage: python -m jax_dsv4_fmha" in capsys.readouterr().out
+
+
+LAYER = ("dsv4_attention", "bf16[1,8,4,512]", "bf16[1,8,512]", "bf16[1,2,512]", "ratio=4", "window=4", "sink=f32[4]")
+
+
+class TestExplain:
+    """A function by its name, and its operands by their shapes."""
+
+    def test_an_op(self, capsys):
+        assert main(["explain", *LAYER]) == 0
+        assert re.match("dsv4_attention, forward: reference: .*bfloat16, d=512", capsys.readouterr().out)
+
+    def test_a_gradient(self, capsys):
+        assert main(["explain", *LAYER, "--gradient", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [(x["op"], x["part"]) for x in found] == [("dsv4_attention", part) for part in ("forward", "gradient")]
+
+    def test_a_function_of_a_module(self, capsys):
+        assert main(["explain", "jax_dsv4_fmha:Span.causal", "8"]) == 0
+        assert "no op" in capsys.readouterr().out
+        assert main(["explain", "jax.nn:relu", "x=f32[8]"]) == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (["nothing"], "got 'nothing'"),
+            (["no_module:f"], "got 'no_module:f'"),
+            (["EXPORT_CHECKS"], "wanted a function"),
+            (["fmha", "bf17[8]"], "got bf17[8]"),
+            (["fmha", "bf16[1,8,4,64]"], "missing"),
+            (["fmha", "bf16[1,8,4,64]", "f32[1,8,4,64]"], "fmha: k: got"),
+        ],
+    )
+    def test_a_mistake(self, capsys, arguments, says):
+        assert main(["explain", *arguments]) == 2
+        out, err = capsys.readouterr()
+        assert says in err and not out
+
+
+@pytest.mark.parametrize("command", [[], ["info"], ["check"], ["explain"], ["bench"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as e:
         main([*command, "--help"])
     assert e.value.code == 0 and "usage: python -m jax_dsv4_fmha" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["bench", "--suite", "nothing"], ["bench", "--rounds", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["explain"], ["bench", "--suite", "nothing"], ["bench", "--rounds", "0"]]
+)
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as e:
         main(arguments)

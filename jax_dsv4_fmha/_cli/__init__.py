@@ -12,7 +12,11 @@ _FILTER = "only names that match: a shell pattern for the whole name, or a part 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         for path in (args.json, getattr(args, "plot", None)):
             if path not in (None, "-"):  # before any work is done
@@ -40,6 +44,10 @@ def _run(args: argparse.Namespace) -> int:
         from .check import check
 
         return check(args.filter, args.json, args.progress, args.quick)
+    if args.command == "explain":
+        from .explain import explain
+
+        return explain(args.function, args.operand, args.gradient, args.json)
     from .bench import bench
 
     return bench(
@@ -62,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jax_dsv4_fmha", description="What is built, whether it is right, and how fast it is."
     )
     parser.add_argument("--version", action="version", version=f"jax_dsv4_fmha {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(
         name: str, summary: str, description: str, filters: str | None = None, progress: str = ""
@@ -93,6 +101,19 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--quick", action="store_true", help="the smallest cases that have everything once: 20 s on one core of a CPU"
     )
+    explain = add(
+        "explain",
+        "which implementation runs a function's ops here, and why",
+        "Trace a function, and say for each op in it whether a kernel or the reference runs here, and why. Nothing is "
+        "compiled or run. Exit status 2 if the function, or one of its ops, does not take these operands.",
+    )
+    explain.add_argument("function", help="a name of this package, such as fmha, or module:function")
+    explain.add_argument(
+        "operand",
+        nargs="*",
+        help="in the function's order, or as name=…: an array's dtype and shape, 'bf16[1,4096,128,512]', or a value",
+    )
+    explain.add_argument("--gradient", action="store_true", help="of the sum of its results, in its float operands")
     bench = add(
         "bench",
         "timings beside cuDNN and XLA",
