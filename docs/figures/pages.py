@@ -1,19 +1,18 @@
 """Sentences of README, the landing page and others."""
 
-from collections.abc import Iterable
+import re
+from typing import Any
 
 from tests import check
 
-from .gradients import pair_of
+from .options import extent
 from .peers import steps_beside_flashmla
 from .records import (
     DECODE,
     FORWARD,
     GRAD,
     INDEXER,
-    KINDS,
     LAYER,
-    MODEL,
     NOTED,
     PEERS,
     PROMPT,
@@ -21,14 +20,16 @@ from .records import (
     SAME_BITS,
     STEPS,
     TODAY,
+    WINDOW,
+    bullets,
     micro,
     of_peer,
     ours,
     percent,
     rate,
     row_of,
+    seconds,
     share,
-    suite,
     table,
     texts,
     wrapped,
@@ -37,11 +38,10 @@ from .records import (
 
 def limits() -> str:
     """What performance.md says of pages that have tables of their own."""
-    ratios = [same_bits / default for default, same_bits in map(pair_of, suite(SAME_BITS, "grad"))]
     rows = {row["sharded"]: NOTED["scaling"]["one device, ms"] / row["auto_ms"] for row in NOTED["scaling"]["rows"]}
     host = NOTED["host"]
-    return wrapped(f"""`deterministic=True` takes {min(ratios):.1f} to {max(ratios):.1f} times as long at d 512. [Four GPUs of a host](kernels/scaling.md): batch over four is {rows["batch over four"]:.1f} times as fast as
-one, heads over four {rows["heads over four"]:.1f} times. A tiny jitted call returns to Python after {host["ours_us"]} µs (cuDNN through `jax.nn`: {host["cudnn_us"]} µs).""")
+    return wrapped(f"""[Four GPUs of a host](kernels/scaling.md): batch over four is {rows["batch over four"]:.1f} times as fast as one,
+    heads over four {rows["heads over four"]:.1f} times. A tiny jitted call returns to Python after {host["ours_us"]} µs (cuDNN through `jax.nn`: {host["cudnn_us"]} µs).""")
 
 
 def machine() -> str:
@@ -75,83 +75,97 @@ def machine() -> str:
     return "\n".join([*lines, "", wrapped(noise)])
 
 
-def _range(ratios: Iterable[float]) -> str:
-    found = sorted(ratios)
-    return f"{found[0]:.2f} to {found[-1]:.2f}"
+def _milli(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _stack() -> tuple[str, dict[str, Any]]:
+    """The card, and the row, of the newest step through the attention of all of V4-Flash's layers."""
+    record = max((STEPS, TODAY), key=lambda record: record["date"])
+    return record["devices"][0]["name"].split()[1], row_of(record, "43 layers, step after 16384, b64")
 
 
 def readme() -> str:
-    layer = row_of(PEERS, PROMPT)
-    window = row_of(FORWARD, "d 512 window 128 b1 s4096 h128")
-    backward = row_of(GRAD, f"gradient of {PROMPT}")
-    chosen = row_of(INDEXER, "top-k 512 of 8192, bfloat16 h64, b1 s4096")
+    layer, backward = row_of(FORWARD, PROMPT), row_of(GRAD, f"gradient of {PROMPT}")
+    window = row_of(FORWARD, WINDOW)
     steps = steps_beside_flashmla()
-    packed, plain = (
-        {
-            h: _range(x for (kind, heads, b), x in steps.items() if (kind, heads) == (cache, h) and b >= 64)
-            for h in (128, 64)
-        }
-        for cache in ("fp8", None)
+    packed = [extent(x for (kind, h, b), x in steps.items() if (kind, h) == ("fp8", n) and b >= 64) for n in (128, 64)]
+    card, stack = _stack()
+    return bullets(f"""- **A prompt.** Attention of 128 heads over a window of 128 and 1024 selected keys takes {_milli(ours(layer))} for 4096
+  queries, at {rate(layer)} TFLOP/s. FlashMLA, [timed in turns](docs/peers.md#flashmla), takes {of_peer(row_of(PEERS, PROMPT), "flashmla")} times as long. Over the window alone it takes
+  {_milli(ours(window))}; FlashMLA takes {of_peer(row_of(PEERS, WINDOW), "flashmla")} times as long, XLA {of_peer(window, "xla")} times.
+- **Its gradient** takes {_milli(ours(backward))} more, at {rate(backward)} TFLOP/s.
+- **A step** from FP8 caches, 64 to 148 sequences: FlashMLA takes {packed[0]} times as long with 128 heads, and
+  {packed[1]} times with 64.
+- **A step of a model**: the attention layers of V4-Flash, all 43 with their products, take {_milli(seconds(stack, "at once"))} for 64 sequences of 16384 tokens on an {card},
+  in {stack["times"]["ours"]["launches"]} launches.""")
+
+
+def at_a_glance() -> str:
+    """What a user calls, how long it takes, and the best peer that was timed."""
+    indexer = "top-k 512 of 8192, bfloat16 h64, b1 s4096"
+    causal = "d 128 causal b2 s8192 h16"
+    step = "d 512 window 128 + top-k 1024 of 16384 b{} s2 h128 fp8".format
+    found = [
+        ("prompt, 128 heads, window and 1024 of 8192 entries", FORWARD, PROMPT, "FlashMLA", PEERS),
+        ("prompt, 128 heads, window alone", FORWARD, WINDOW, "FlashMLA", PEERS),
+        ("its gradient", GRAD, f"gradient of {WINDOW}", "XLA", GRAD),
+        ("prompt, causal, d 128, 2 × 8192 tokens, 16 heads", FORWARD, causal, "cuDNN", FORWARD),
+        ("its gradient", GRAD, f"gradient of {causal}", "cuDNN", GRAD),
+        ("step of 2 sequences from FP8, 128 heads", DECODE, step(2), "FlashMLA", PEERS),
+        ("step of 64 sequences from FP8, 128 heads", DECODE, step(64), "FlashMLA", PEERS),
+        ("an indexer's choice, 512 of 8192 entries", INDEXER, indexer, "cuDNN frontend", PEERS),
+    ]
+    rows = []
+    for what, record, name, peer, of in found:
+        row = row_of(record, name)
+        beside = of_peer(row_of(of, name), peer.lower().replace(" ", "_"))
+        rows.append([what, micro(ours(row)), share(row), f"{peer} {beside}"])
+    card, stack = _stack()
+    rows.append(
+        [
+            f"step of V4-Flash's 43 attention layers, 64 sequences, on an {card}",
+            micro(seconds(stack, "at once")),
+            "–",
+            "–",
+        ]
     )
-    return f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, device time:
-
-- A layer of 128 heads over a window of 128 and 1024 selected keys takes {ours(layer) * 1e3:.2f} ms for 4096 queries,
-  {rate(layer)} TFLOP/s. [In the same run](docs/peers.md#flashmla) FlashMLA takes {of_peer(layer, "flashmla")} times as long.
-- The same layer with a window alone takes {ours(window) * 1e3:.2f} ms; XLA takes {of_peer(window, "xla")} times as long.
-- A step of generation at b 64 to 148 from caches in FP8: FlashMLA takes {packed[128]} times as long with 128 heads,
-  {packed[64]} times with 64. Our step from bfloat16 caches is faster still: FlashMLA's, from FP8, takes {plain[128]} times
-  as long with 128 heads and {plain[64]} times with 64.
-- The first layer's backward pass takes {ours(backward) * 1e3:.2f} ms, {rate(backward)} TFLOP/s.
-{_steps_of_layers()}
-- To choose 512 of 8192 entries for 4096 queries takes {ours(chosen) * 1e3:.2f} ms; XLA takes {of_peer(chosen, "xla")} times as long."""
-
-
-def _steps_of_layers() -> str:
-    window, sparse, dense = (micro(_as_documented(kind)) for kind in KINDS)
-    launches = ", ".join(
-        str(row_of(STEPS, f"layer {kind}, step after 16384, b64")["times"]["ours"]["launches"]) for kind in KINDS
-    )
-    stack = row_of(STEPS, "43 layers, step after 16384, b64")
-    return f"""- A step of a whole V4-Flash layer, 64 sequences of 16384 tokens in bfloat16, jitted with `STEP_OPTIONS`: {window} µs with a
-  window alone, {sparse} of ratio 4, {dense} of ratio 128, in {launches} launches. The attention of all 43 layers takes
-  {stack["times"]["at once"]["seconds"] * 1e3:.2f} ms. [Since then](docs/layers.md#what-a-layer-costs) its products are kernels of ours."""
-
-
-def _as_documented(kind: str) -> float:
-    """Seconds of a layer's step at b 64, of eight in a graph with `STEP_OPTIONS`."""
-    row = row_of(STEPS, f"8 layers {kind}, step after 16384, b64")
-    return float(row["times"]["at once"]["seconds"]) / 8
-
-
-def readme_model() -> str:
-    """V4-Flash after as many tokens: a layer of the 43, and what its 43 layers and the head would do."""
-    found: dict[str, list[str]] = {}
-    for row in MODEL["rows"]:
-        layer = (row["all"] - row["ms"]["head"]) / sum(MODEL["count"].values())
-        found.setdefault(row["work"].rsplit(",", 1)[0], []).append(f"{layer:.2f} ms, {row['tokens/s']:.0f}")
-    return table(
-        "a layer on average, tokens/s | 8 Ki | 128 Ki | 1024 Ki", [[name, *cells] for name, cells in found.items()]
-    )
+    return table("4096 queries, or a step of two tokens | µs | of the roofline | the best peer, its time / ours", rows)
 
 
 def landing() -> str:
-    """Two numbers for the first page: a prompt's attention, and a step of a whole layer."""
-    prompt = row_of(PEERS, PROMPT)
+    """The first page's number."""
+    row = row_of(FORWARD, PROMPT)
     return wrapped(f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, attention of 128 heads over a window of 128 and 1024 chosen
-    entries takes **{ours(prompt) * 1e3:.2f} ms** for 4096 queries, at {rate(prompt)} TFLOP/s. A step of generation takes a whole V4-Flash layer of ratio 4
-    **{micro(_as_documented("of ratio 4"))} µs**, for 64 sequences of 16384 tokens.""")
+    entries takes **{_milli(ours(row))}** for 4096 queries, at {rate(row)} TFLOP/s, {share(row)} of the roofline.""")
+
+
+PEER = {"flashmla": "FlashMLA", "cudnn": "cuDNN", "cudnn_frontend": "cuDNN frontend", "xla": "XLA"}
+CACHE = {None: "bfloat16", "fp8": "FP8"}
 
 
 def losses() -> str:
+    """Every row in which a peer was faster, by the records that have peers; then where we are slow by ourselves."""
+    lost = []
+    for record in (PEERS, FORWARD, GRAD):
+        for row in record["rows"]:
+            pairs = [(peer, seconds(row, peer) / ours(row)) for peer in PEER if peer in row["times"]]
+            lost += [(ratio, peer, row["name"]) for peer, ratio in pairs if ratio < 0.995]
+    lost += [(x, "torch's cuDNN", name) for name, x in NOTED["torch's cuDNN"]["ratios"].items() if x < 0.995]
+    rows = [[_said(name), PEER.get(peer, peer), f"{ratio:.2f}"] for ratio, peer, name in sorted(lost)]
     few = row_of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = row_of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
-    torch, least = min(NOTED["torch's cuDNN"]["ratios"].items(), key=lambda found: found[1])
-    parts = row_of(STEPS, "layer of ratio 4, step after 16384, b64")["times"]["ours"]["parts"]
-    rest = 1 - (parts["products"] + parts["attention"]) / sum(parts.values())
-    return f"""- **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
-- **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
-- **Small dense calls**: torch 2.11's cuDNN takes {least:.2f} times as long as ours for {torch}.
-- **The rest of a step**: {rest:.0%} of a step of ratio 4 at b 64 is neither products nor attention."""
+    slow = wrapped(f"""No peer takes these, and they are slow: a prompt of 16 heads over selected keys reaches {share(few)} of the roofline, and the
+    gradient of 64 heads over 512 of 65536 keys {share(far)}.""")
+    return table("call | faster | its time / ours", rows).replace("---|---:|---:|", "---|---|---:|", 1) + "\n\n" + slow
+
+
+def _said(name: str) -> str:
+    """A step in words."""
+    if not (found := re.match(r"d 512 window 128 \+ top-k (\d+) of 16384 b(\d+) s(\d+) h(\d+)(?: (\w+))?$", name)):
+        return name
+    topk, b, s, heads, cache = found.groups()
+    return f"step of {b} sequences, {s} tokens each, {heads} heads, top-k {topk}, {CACHE[cache]} caches"
 
 
 def which_tests() -> str:

@@ -120,3 +120,6 @@ STEP = re.compile(r"d 512 window 128 \+ top-k (\d+) of 16384 b(\d+) s2 h(\d+)(?:
 
 
 PROMPT = "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128"
+
+
+WINDOW = "d 512 window 128 b1 s4096 h128"

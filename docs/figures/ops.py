@@ -1,0 +1,37 @@
+"""Which op to call: one list for README, the page on ops and the API page."""
+
+from collections.abc import Iterable
+
+from .records import texts
+
+OPS = (  # what the reader has, and the call
+    ("q, k and v, as for `jax.nn.dot_product_attention`; also sinks, as gpt-oss has them", "`dot_product_attention`"),
+    ("the same, and a mask as a `Span`; I want `lse`", "`fmha`"),
+    ("latents, and for each query the indices of its keys", "`sparse_fmha`"),
+    ("a V4 layer's window, its compressed entries, and a choice of them", "`dsv4_attention`"),
+    ("the same over caches: a step, drafts, or a chunk of a prompt", "`dsv4_decode` over `Cache`"),
+    ("an indexer's queries and keys; I want the entries to attend to", "`lightning_indexer`"),
+    ("a config.json and a checkpoint; I want a V4 layer", "`layers.from_config`, `layers.from_state_dict`"),
+    ("a flax module", "`layers.flax.attention_fn`; a whole layer: `layers.flax.NNX`"),
+    ("a call that is slow", "`explain`"),
+)
+
+MORE = (
+    ("a latent that is both K and V, and no other keys", "`fmha(q, kv)`, without v"),
+    ("an indexer that chooses blocks first, as V4.1's", "`indexer_blocks`, then `lightning_indexer` with `blocks`"),
+    ("an indexer to train", "`indexer_loss`, `indexer_scores`, `head_summed_probabilities`"),
+    ("parts of attention, over keys that no two share", "`merge`"),
+    ("experts with weights in MXFP4", "`pack_experts`, then `fused_moe`"),
+)
+
+
+def _listed(rows: Iterable[tuple[str, str]]) -> str:
+    return texts("I have … | → call …", rows)
+
+
+def which_op_in_short() -> str:
+    return _listed(OPS)
+
+
+def which_op() -> str:
+    return _listed(OPS[:-1] + MORE + OPS[-1:])
