@@ -1,6 +1,7 @@
 """Sentences of README, the landing page and others."""
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests import check
@@ -59,15 +60,27 @@ def machine() -> str:
         "layers and steps now": TODAY,
         "long prompts": PROMPTS,
     }
+    days: dict[tuple[str, ...], list[tuple[str, float, float, int]]] = {}
     for name, data in runs.items():
         matmul, copy = (
             sorted(row[key] for row in data["rows"])[len(data["rows"]) // 2]
             for key in ("matmul_flops_per_s", "copy_bytes_per_s")
         )
         versions = data["versions"]
+        day = (data["devices"][0]["name"], data["date"][:10], versions["jax"], versions["cuda_driver"])
+        days.setdefault(day, []).append((name, matmul, copy, data["rounds"]))
+    for (card, date, jax, driver), found in sorted(days.items(), key=lambda x: x[0][1]):
+        names, matmuls, copies, rounds = zip(*found, strict=True)
+        m, c, n = (
+            _extent(x, form)
+            for x, form in (
+                (matmuls, lambda m: f"{m / 1e12:.0f}"),
+                (copies, lambda c: f"{c / 1e12:.2f}"),
+                (rounds, str),
+            )
+        )
         lines.append(
-            f"- {name}: {data['devices'][0]['name']}, {data['date'][:10]}, jax {versions['jax']}, CUDA driver"
-            f" {versions['cuda_driver']}; M {matmul / 1e12:.0f} TFLOP/s, C {copy / 1e12:.2f} TB/s, {data['rounds']} rounds"
+            f"- {date}, {card}, jax {jax}, CUDA driver {driver}: {', '.join(names)}; M {m} TFLOP/s, C {c} TB/s, {n} rounds"
         )
     spread, machines = NOTED["noise"]["middle half of the rounds above a millisecond"], NOTED["noise"]["machines"]
     noise = f"""Above a millisecond the power limit acts: the rounds' middle half spreads by {percent(spread)}.
@@ -83,6 +96,11 @@ def _stack() -> tuple[str, dict[str, Any]]:
     """The card, and the row, of the newest step through the attention of all of V4-Flash's layers."""
     record = max((STEPS, TODAY), key=lambda record: record["date"])
     return record["devices"][0]["name"].split()[1], row_of(record, "43 layers, step after 16384, b64")
+
+
+def _extent(numbers: Iterable[float], form: Callable[[float], str]) -> str:
+    least, *_, most = [form(x) for x in sorted(numbers) for _ in range(2)]
+    return least if least == most else f"{least} to {most}"
 
 
 def readme() -> str:
