@@ -32,7 +32,8 @@ def explain(name: str, words: Sequence[str], gradient: bool, json_path: str | No
     if json_path is not None:
         write_json([decision._asdict() for decision in decisions], json_path)
     if json_path != "-":
-        print(*decisions or [f"{name}: no op that could run on a kernel"], sep="\n", file=output(json_path))
+        lines = [str(decision) for decision in decisions] or [f"{name}: no op that could run on a kernel"]
+        print(*lines, sep="\n", file=output(json_path))
     return 0
 
 
@@ -47,7 +48,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise ValueError(f"explain: function: got {name!r} ({e}), wanted a name as fmha, or module:function") from e
     if not callable(found):
         raise ValueError(f"explain: function: got {name!r}, a {type(found).__name__}, wanted a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _values(words: Sequence[str]) -> Operands:
