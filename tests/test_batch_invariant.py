@@ -47,7 +47,7 @@ SINK = np.array([0, 1, -np.inf, -2], np.float32)
 BUILT = {v.key for v in native.built(Forward)}
 BACKWARD = (("mla_sparse_bwd", "_h64"), ("mla_sparse_bwd", ""), ("csa_bwd", "_h16"), ("csa_bwd", "_h64"))
 ROPES = [v for family in (RopeVariant, NormRope, IndexQuery) for v in native.built(family)]
-MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
+MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h16"
 heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
 
 
