@@ -28,7 +28,13 @@ def ran() -> str:
     """A row for each family of kernels."""
     rows = []
     for row in RAN["rows"]:
-        rows.append([_named(row["kernels"]), *(_noted(row[column]) for column in ("tests", "memcheck", "racecheck")), _timed(row)])
+        rows.append(
+            [
+                _named(row["kernels"]),
+                *(_noted(row[column]) for column in ("tests", "memcheck", "racecheck")),
+                _timed(row),
+            ]
+        )
     rows.append([_named(RAN["never run"]), *["never"] * 4])
     return texts("kernels | GPU tests | memcheck | racecheck | timed", rows)
 
