@@ -65,7 +65,7 @@ def _timed(row: dict[str, Any]) -> str:
 
 
 def _symbols(record: dict[str, Any]) -> Iterator[str]:
-    """The kernels of which a record has a time: `mha_fwd_sm90_0` is the first launch of mha_fwd_sm90."""
+    """The kernels that a record times: `mha_fwd_sm90_0` is the first launch of mha_fwd_sm90."""
     for row in record["rows"]:
         for times in row["times"].values():
             yield from (name.rsplit("_", 1)[0] for name in times.get("kernels", {}))
