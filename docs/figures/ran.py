@@ -45,11 +45,8 @@ def _named(kernels: str) -> str:
 
 
 def _noted(found: list[str | None] | None) -> str:
-    """Commit, card, date, and the state of the kernel that ran."""
-    if found is None:
-        return NOT_RECORDED
-    commit, card, date, *state = found
-    return ", ".join([commit or "no commit", card or "no card", str(date), *map(str, state)])
+    """Commit, card, date, and the state of the kernel that ran, as far as they are recorded."""
+    return ", ".join(filter(None, found)) if found else NOT_RECORDED
 
 
 NOT_RECORDED = "not recorded"
@@ -61,7 +58,7 @@ def _timed(row: dict[str, Any]) -> str:
     if not found:
         return _noted(row.get("timed"))
     newest = max(found, key=lambda record: str(record["date"]))
-    return f"no commit, {newest['devices'][0]['name'].split()[1]}, {newest['date'][:10]}"
+    return f"{newest['devices'][0]['name'].split()[1]}, {newest['date'][:10]}"
 
 
 def _symbols(record: dict[str, Any]) -> Iterator[str]:
