@@ -115,7 +115,7 @@ def order_of(key, lengths, swapped=False, heads=8, **how):
     ids=["list", "window and list", "two lists"],
 )
 def test_the_order_is_that_of_the_contract(suffix, h, op, lengths):
-    """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/semantics.md about halves."""
+    """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/bits.md about halves."""
     got, wanted = order_of(f"{op}_{suffix}", lengths)
     assert got == wanted
 
