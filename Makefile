@@ -36,7 +36,7 @@ installed: $(if $(wildcard .venv/.built),,$(if $(HERE),.venv/.built-here,.venv/.
 check: installed .venv/.tools ## lint, types, and the tests of what differs from main, by tests/which.toml; ARGS='--since HEAD'
 	$(BIN)/python -m tests.check $(ARGS)
 
-quick: installed lint ## lint, and one case of each short test that neither compiles nor interprets a kernel; needs no kernel to be built
+quick: installed lint ## lint, and the shortest case of each test that neither compiles nor interprets a kernel; needs no kernel to be built
 	$(PYTEST) --quick
 
 test: $(TESTED) .venv/.tools ## set up, build the kernels that tests interpret, and run all tests except those of test-all

@@ -27,6 +27,7 @@ from jax_dsv4_fmha._host import library
 from kernels import build
 from kernels.cache import default_folder, evict
 from kernels.variants import TESTED, VARIANTS
+from tests import times
 from tests.contexts import StopsWhenLost
 from tests.helpers import ONE_BUILT, QUICK, assert_in_place, every_kernel
 
@@ -75,8 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="run one case of each test that is not slow, and skip it where it would compile or interpret a kernel",
+        help="run the shortest case of each test, and skip it where it would compile or interpret a kernel",
     )
+    parser.addoption("--record-times", action="store_true", help="write how long tests take into tests/data/times.json")
 
 
 def plants_a_fault(item: pytest.Item) -> bool:
@@ -87,6 +89,7 @@ def plants_a_fault(item: pytest.Item) -> bool:
 
 
 NOT_TESTED = {v.key for v in VARIANTS} - {v.key for v in TESTED}
+LATER = ("slow", "faults", "rest")  # which `make test-all` runs
 
 
 def runs_the_rest(item: pytest.Item) -> bool:
@@ -103,9 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.faults)
     for item in filter(runs_the_rest, items):
         item.add_marker(pytest.mark.rest)
+    seconds = times.recorded()
+    for item in times.long((x for x in items if not any(map(x.get_closest_marker, (*LATER, "gpu")))), seconds):
+        item.add_marker(pytest.mark.slow)
     if config.getoption("--quick"):
         short = [item for item in items if not item.get_closest_marker("slow") and not item.get_closest_marker("gpu")]
-        chosen = {id(item) for item in {(x.path, x.parent, x.originalname): x for x in reversed(short)}.values()}
+        chosen = {id(item) for item, x in times.shortest(short, seconds) if x <= times.QUICK}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = [item for item in items if id(item) in chosen]
 
@@ -139,9 +145,6 @@ def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iter
             patch.setattr(Kernel, "of", skips("interprets a kernel"))
             patch.setattr(scheduler, "run", skips("interprets PTX"))
         yield
-
-
-LATER = ("slow", "faults", "rest")  # which `make test-all` runs
 
 
 class NothingTested:
@@ -245,6 +248,8 @@ def pytest_configure(config: pytest.Config) -> None:
         share_compilations(config.workerinput["compiled"])
     else:
         config.pluginmanager.register(NothingTested(config))
+        if config.getoption("--record-times"):
+            config.pluginmanager.register(times.Recorder())
         KEPT.parent.mkdir(parents=True, exist_ok=True)
         config.stash[COMPILED] = tempfile.TemporaryDirectory(prefix="run", dir=KEPT.parent)
         link_files(KEPT, Path(config.stash[COMPILED].name))

@@ -56,7 +56,7 @@ def blocks_of(lengths: Sequence[int], tile: int = 64) -> tuple[list[list[int]], 
 
 
 def canonical(tiles: Sequence[Sequence[int]], few_heads: bool) -> list[list[int]]:
-    """The order of blocks in each half of the columns, as docs/semantics.md has it."""
+    """The order of blocks in each half of the columns, as docs/bits.md has it."""
     one_by_one = [block for tile in tiles for block in tile]
     odd_first = [b for i in range(0, len(tiles), 2) for tile in reversed(tiles[i : i + 2]) for b in tile]
     return [one_by_one, one_by_one if few_heads else odd_first]

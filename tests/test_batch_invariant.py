@@ -47,7 +47,7 @@ SINK = np.array([0, 1, -np.inf, -2], np.float32)
 BUILT = {v.key for v in native.built(Forward)}
 BACKWARD = (("mla_sparse_bwd", "_h64"), ("mla_sparse_bwd", ""), ("csa_bwd", "_h16"), ("csa_bwd", "_h64"))
 ROPES = [v for family in (RopeVariant, NormRope, IndexQuery) for v in native.built(family)]
-MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
+MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h16"
 heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
 
 
@@ -115,7 +115,7 @@ def order_of(key, lengths, swapped=False, heads=8, **how):
     ids=["list", "window and list", "two lists"],
 )
 def test_the_order_is_that_of_the_contract(suffix, h, op, lengths):
-    """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/semantics.md about halves."""
+    """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/bits.md about halves."""
     got, wanted = order_of(f"{op}_{suffix}", lengths)
     assert got == wanted
 

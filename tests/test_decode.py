@@ -487,10 +487,10 @@ def test_a_pool_of_sparse_fmha():
 
 
 def test_the_recipe_for_pages_of_others():
-    """From docs/semantics.md."""
+    """From docs/layouts.md."""
     q, cache = normal(0, 2, 3, 4, 16), Cache(normal(1, 7, 3, 16), TABLE.at[0, 1].set(-1))
     entries = jnp.asarray(np.random.default_rng(2).integers(-2, 12, (2, 3, 8)), jnp.int32)
-    text = (Path(__file__).parents[1] / "docs/semantics.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs/layouts.md").read_text(encoding="utf-8")
     recipe = re.search(r"\n(pages = .*?)```", text, re.DOTALL).group(1)
     names = {"jnp": jnp, "sparse_fmha": sparse_fmha, "q": q, "pool": cache.entries, "block_table": cache.block_table}
     exec(recipe, names | {"entries": entries, "page": 3, "d": 16}, got := {})

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek_v4 import common, serve, train
+from examples.deepseek_v4 import common, serve, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import Model
 from examples.serving import Request, Server
@@ -307,6 +308,10 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
         ({"wanted": 0}, "wanted: got 0, wanted an integer"),
         ({"temperature": float("nan")}, "temperature: got nan, wanted a number from 0 to 2"),
         ({"port": 65536}, "port: got 65536, wanted an integer from 0 to 65535"),
+        (
+            {"kept": "float8_e4m3fn"},
+            "--fp8 and --fp4: got head_dim 32, wanted a model whose entries have 512 dimensions",
+        ),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),
         (
             {"tensor": 3, "expert": 3},
@@ -328,6 +333,22 @@ def test_a_program_says_what_is_wrong_in_a_line():
         done = subprocess.run([call[0], *options, *call[1:]], capture_output=True, text=True, check=False)
         assert done.returncode == 1 and "No such file or directory: '/none.npy'" in done.stderr
         assert ("Traceback" in done.stderr) == is_long
+
+
+@pytest.mark.parametrize("error", [MemoryError("1 TB"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 TB")])
+def test_too_little_memory_is_said_in_a_line(error):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit, match=r"error: not enough memory on .*: .*1 TB"):
+        common.run(main)
+
+
+def test_v4_flash_is_not_timed_on_a_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speed"])
+    with pytest.raises(SystemExit):
+        speed.arguments()
+    assert "sizes want a GPU" in capsys.readouterr().err
 
 
 def test_the_program_says_what_it_does(monkeypatch, capsys):

@@ -74,7 +74,6 @@ def on_one_device(name):
 @pytest.mark.parametrize(
     "name, axes",
     [
-        ("v4", {"context": 2}),
         ("v4", {"data": 2, "context": 2, "tensor": 2}),
         ("v4", {"context": 4}),
         ("v4.1", {"context": 4}),

@@ -108,6 +108,37 @@ def test_what_a_sentence_is():
     assert LINT["sentences"](text) == [3, 4, 2, 3, 1]
 
 
+CLUMSY = {
+    "Of 16 chunks left makes four.": "a sentence begins with a genitive: Of 16 chunks left makes four.",
+    "What it reads is a page.": "a clause is the subject: What it reads is a page.",
+    "Whether it runs depends on d.": "a clause is the subject: Whether it runs depends on d.",
+    "Two queries in a pair. And a B200.": "a sentence has no verb: And a B200.",
+    "It reads keys, of which two are new.": '"of which": reads keys, of which',
+}
+
+
+@pytest.mark.parametrize("sentence", CLUMSY)
+def test_a_clumsy_sentence_is_found(sentence):
+    assert [*LINT["clumsy"](f"# Of a page\n\n- **What.** It reads. {sentence}\n")] == [CLUMSY[sentence]]
+
+
+def test_what_is_not_clumsy():
+    lines = [
+        "Which of two? What is it? What was tried: [trials](a.md).",
+        "**Of it.** Two of them, and that.",
+        "",
+        "| Of a |",
+    ]
+    plain = ["Whether keys are rows or pages, it runs.", "And it is one that you may keep.", "But see below: it is."]
+    assert [*LINT["clumsy"]("\n".join([*lines, "", *plain, "", "    Of a program", ""]))] == []
+
+
+def test_pages_in_a_table():
+    head, line, *rows = LINT["table"]()
+    assert len(rows) == len(LINT["PAGES"]) + len(LINT["OTHERS"])
+    assert {row.count("|") for row in (head, line, *rows)} == {8} and any("docs/semantics.md" in row for row in rows)
+
+
 @pytest.mark.parametrize("figure", ["6.8 ms", "51 % of", "3.8 TB/s", "12µs", "2.5 times as long"])
 def test_a_figure_is_found(figure):
     find = LINT["MEASURED"].search

@@ -38,7 +38,7 @@ def prompt(ratio):
 @pytest.mark.parametrize("ratio", [0, 4])
 @pytest.mark.parametrize("cut", [1, 15])
 def test_two_chunks_fill_a_cache_with_the_bytes_of_one(ratio, dtype, cut):
-    """XLA's products have the same bits here. Products of few rows may have others, as docs/semantics.md says."""
+    """XLA's products have the same bits here. Products of few rows may have others, as docs/layouts.md says."""
     layer, x, run = prompt(ratio)
     empty = layer.cache(2, TOKENS, jnp.dtype(dtype))
     one = run(empty, x, 0)

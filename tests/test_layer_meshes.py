@@ -1,5 +1,5 @@
 """Layers on meshes: every kind of layer, call, sharding and kind of mesh gives the numbers of one device, with the
-collectives that docs/layers.md names and no others, with `jax.set_mesh` and without.
+collectives that docs/meshes.md names and no others, with `jax.set_mesh` and without.
 
 A plain run takes some of the combinations, in which every two choices meet; `pytest -m fuzz` takes the rest.
 """
@@ -116,7 +116,7 @@ def test_no_tracer_leaks(kind, call, axes):
 
 
 def moved(kind, call, how, axes="Auto", packed=False):
-    """The elements that each kind of collective moves, by docs/layers.md."""
+    """The elements that each kind of collective moves, by docs/meshes.md."""
     layer, (params, x, *_) = layers()[kind], operands(kind, call)
     b, s, own = x.shape[0] // (2 if "batch" in how else 1), x.shape[1], layer.compressor
     entries, is_prompt = s // layer.ratio if own else 0, call in ("whole", "gradient")

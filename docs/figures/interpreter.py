@@ -107,7 +107,7 @@ def clocks_ours_count() -> str:
     held = [x for x in CLOCKS["ours"].values() if not x["fitted"]]
     near = sum(abs(x["predicted_us"] / x["measured_us"] - 1) <= 0.15 for x in held)
     return wrapped(
-        f"""Of the {len(held)} rows that no constant was chosen for, {near} are within 15 % of what was measured."""
+        f"""No constant was chosen for {len(held)} rows; {near} of them are within 15 % of what was measured."""
     )
 
 
@@ -166,8 +166,8 @@ def witness_count() -> str:
     chips = [sum(x["arch"] == arch for x in found) for arch in ("sm_100a", "sm_90a")]
     right = sum(x["right"] for x in found)
     lone = [form for form in FORMS if not _vouching(form)]
-    return wrapped(f"""{len(found)} kernels, {chips[0]} for Blackwell and {chips[1]} for Hopper: {right} give the right answer in every order that was tried. Of the {len(FORMS)} forms
-that our Blackwell kernels execute, {len(FORMS) - len(lone)} have a witness.""")
+    return wrapped(f"""{len(found)} kernels, {chips[0]} for Blackwell and {chips[1]} for Hopper: {right} give the right answer in every order that was tried. Our Blackwell
+kernels execute {len(FORMS)} forms, and {len(FORMS) - len(lone)} of them have a witness.""")
 
 
 def _vouching(form: str) -> list[str]:

@@ -77,20 +77,39 @@ def indexer_bound() -> str:
 
 
 def layer() -> str:
-    """A row for each kind of layer, and what each of its parts takes; then a later run on another card."""
-    parts = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
-    later, rows = {row["name"]: row for row in suite(TODAY, "layer")}, []
-    for row in suite(LAYER, "layer") + [row for row in suite(STEPS, "layer") if row["name"].startswith("layer")]:
-        times = row["times"]["ours"]["parts"]
-        rest = 1 - (times["products"] + times["attention"]) / sum(times.values())
-        each = (micro(times[part]) if part in times else "" for part in parts)
-        launches = str(row["times"]["ours"]["launches"])
-        again = later[row["name"]]
+    """A table of prompts and gradients, and one of steps: a row for each kind of layer, what each of its parts takes, and
+    the whole in a later run on another card.
+    """
+    prompts = "layer, prompt of 4096 tokens, µs", suite(LAYER, "layer")
+    steps = "layer, step after 16384 tokens, µs", [r for r in suite(STEPS, "layer") if r["name"].startswith("layer")]
+    return "\n\n".join(_by_parts(*found) for found in (prompts, steps))
+
+
+PARTS = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
+
+
+def _by_parts(title: str, found: list[dict[str, Any]]) -> str:
+    """Columns of the parts that some row has."""
+    later = {row["name"]: row for row in suite(TODAY, "layer")}
+    parts = [part for part in PARTS if any(part in row["times"]["ours"]["parts"] for row in found)]
+    rows = []
+    for row in found:
+        times, again = row["times"]["ours"], later[row["name"]]
+        rest = 1 - (times["parts"]["products"] + times["parts"]["attention"]) / sum(times["parts"].values())
+        each = (micro(times["parts"][part]) if part in times["parts"] else "" for part in parts)
         now = [micro(ours(again)), str(again["times"]["ours"]["launches"])]
-        rows.append(
-            [row["name"].removeprefix("layer "), micro(ours(row)), launches, *each, f"{100 * rest:.1f} %", *now]
-        )
-    return table(" | ".join(["layer", "all", "launches", *parts, "rest", f"{_card(TODAY)} now", "launches"]), rows)
+        rows.append([_kind(row["name"]), micro(ours(row)), str(times["launches"]), *each, percent(rest), *now])
+    return table(" | ".join([title, "all", "launches", *parts, "rest", f"{_card(TODAY)} now", "launches"]), rows)
+
+
+def _kind(name: str) -> str:
+    """A row's name without the words that its table says: "gradient of ratio 4", "window, b 8, FP8"."""
+    name = (
+        name.removesuffix(", prompt of 4096")
+        .replace(", step after 16384, b", ", b ")
+        .replace("gradient and layer ", "with its gradient, ")
+    )
+    return name.removeprefix("layer ").replace("with a window alone", "window").replace("of ratio", "ratio")
 
 
 def layer_steps() -> str:
@@ -136,27 +155,34 @@ def experts() -> str:
 
 
 def products_in_steps() -> str:
-    """What these kernels changed in a step, and the fewer launches after that."""
-    rows, fewer = PRODUCTS["steps"], PRODUCTS["fewer_launches"]
-    first = _of_kinds(x["in a graph, us a layer"] for x in rows)
-    then = _of_kinds({name: row[name]["in a graph, us a layer"] for name in ("ours", "before")} for row in fewer)
+    """What these kernels changed in a step, and the fewer launches after that: a row a change."""
+    first, fewer, shared = (PRODUCTS[name] for name in ("steps", "fewer_launches", "shared_memory"))
+    graphs = [
+        _of_kinds(x["in a graph, us a layer"] for x in first),
+        _of_kinds({name: row[name]["in a graph, us a layer"] for name in ("ours", "before")} for row in fewer),
+        _of_kinds(row["in a graph, us a layer"] for row in shared),
+    ]
     alone = _of_kinds({name: row[name]["one by one, us"] for name in ("ours", "before")} for row in fewer)
-    shared = _of_kinds(row["in a graph, us a layer"] for row in PRODUCTS["shared_memory"])
-    launches = [" / ".join(str(row["ours"]["launches"]) for row in half) for half in (fewer[:3], fewer[3:])]
-    before = " / ".join(str(row["launches"]) for row in rows[:3])
-    said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). With these a step of 64
-    sequences had {before} launches, and in a graph with `STEP_OPTIONS` it took {first[0]} of the time with XLA's
-    products, in FP8 {first[1]}, on an {_card(PRODUCTS)}. Now that norms and index queries are parts of products, it has
-    {launches[0]} launches, in FP8 {launches[1]}. Kernels one by one take {alone[0]} of the time before, in FP8 {alone[1]};
-    in a graph {then[0]}, in FP8 {then[1]}. Since all kernels ask for the same share of an SM's shared memory, so that they run
-    beside one another, a graph takes {shared[0]} of that, in FP8 {shared[1]}."""
-    return wrapped(said)
+    launches = [[str(row["launches"]) for row in first[:3]], *_halves([str(row["ours"]["launches"]) for row in fewer])]
+    counts = [" / ".join(found) for found in launches]
+    rows = [
+        ["its products are kernels", counts[0], "–", *graphs[0], "–", "–"],
+        ["norms and index queries are parts of products", *counts[1:], *graphs[1], *alone],
+        ["all kernels ask for the same share of SMEM, and run beside one another", "–", "–", *graphs[2], "–", "–"],
+    ]
+    head = "a step since | launches | in FP8 | in a graph | in FP8 | kernels one by one | in FP8"
+    return table(head, rows)
+
+
+def _halves(found: list[str]) -> list[list[str]]:
+    """The kinds of layers in 16 bits, and in FP8."""
+    return [found[:3], found[3:]]
 
 
 def _of_kinds(times: Iterable[dict[str, float]]) -> list[str]:
     """The share that is left of each kind of layer's time, in 16 bits and in FP8."""
     shares = [f"{x['ours'] / x['before']:.2f}" for x in times]
-    return [" / ".join(half) for half in (shares[:3], shares[3:])]
+    return [" / ".join(half) for half in _halves(shares)]
 
 
 def _card(record: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ PROMPTS, MODEL, PRODUCTS, DEVICES = map(load, ("h200_prompt", "h200_model", "h10
 STEPS, TODAY, WITNESSED, FORMS = map(load, ("h200_steps", "h100_layer", "witnesses", "blackwell_forms"))
 
 
-ORDERS, CLOCKS, EXPERTS = map(load, ("orders", "clocks", "h200_experts"))
+ORDERS, CLOCKS, EXPERTS, RAN = map(load, ("orders", "clocks", "h200_experts", "ran"))
 
 
 PROFILES: dict[str, Any] = NOTED["profiles"]

@@ -80,10 +80,11 @@ def run(main: Callable[..., Any], **arguments: Any) -> None:
     """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too."""
     try:
         main(**arguments)
-    except (ValueError, NotImplementedError, OSError) as e:
-        if sys.flags.dev_mode:
+    except (ValueError, NotImplementedError, OSError, MemoryError, jax.errors.JaxRuntimeError) as e:
+        of_memory = isinstance(e, MemoryError) or str(e).startswith("RESOURCE_EXHAUSTED")
+        if sys.flags.dev_mode or (isinstance(e, jax.errors.JaxRuntimeError) and not of_memory):
             raise
-        sys.exit(f"error: {e}")
+        sys.exit(f"error: not enough memory on {jax.devices()[0]}: {e}" if of_memory else f"error: {e}")
 
 
 def at_least(least: int) -> Callable[[str], int]:

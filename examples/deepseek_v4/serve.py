@@ -24,6 +24,8 @@ from examples.serving.request import integer
 
 from . import common
 
+PACKED_D = 512  # of an entry in FP8 or FP4
+
 
 def main(
     prompts: Iterable[str] | None = None,
@@ -65,6 +67,9 @@ def main(
         integer("port", port, 0, 65535)
     Request(np.zeros(1, np.int32), wanted, temperature)  # raises before the model is read, and so do these
     model = common.model_of(checkpoint, drafts=speculate > 0, random=random)
+    if kept and (sizes := {layer.d for layer in model.layers}) != {PACKED_D}:
+        got, wanted = ", ".join(map(str, sorted(sizes))), f"a model whose entries have {PACKED_D} dimensions"
+        raise ValueError(f"--fp8 and --fp4: got head_dim {got}, wanted {wanted}; --random takes a config.json of one")
     words, ends = common.Words(checkpoint, model.vocabulary), common.ends(checkpoint)
     first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
     asked = None if port is None else listening(port, checkpoint, chat_template)

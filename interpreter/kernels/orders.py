@@ -3,7 +3,7 @@ scores and of its teacher: `interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100f                those whose keys have all of these words
-    python -m interpreter.kernels.orders --record docs/orders.json  also what docs/verification.md shows
+    python -m interpreter.kernels.orders --record docs/orders.json  also what docs/interpreter.md shows
 
 Exit status 1 if an order does not end, or the interpreter finds a fault in one.
 """
@@ -70,7 +70,7 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
 
 def keys(words: Sequence[str]) -> list[str]:
     """Returns the keys of typical kernels that have all of these words; indexers' are last. Hopper's probabilities are
-    not among them: their consumers rely on more than this argument knows (docs/verification.md).
+    not among them: their consumers rely on more than this argument knows (docs/interpreter.md).
     """
     of_attention = Forward | RowScores | RowColumns | MlaBackward | MhaBackward
     families = of_attention | Probabilities | FewRowsProduct | OfIndexer

@@ -1,4 +1,4 @@
-"""The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/semantics.md draws each layout.
+"""The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/layouts.md draws each layout.
 Also the caches of an indexer's keys, with 128 values an entry.
 
 layout    an entry has                                        scales                   bytes, in a page of n entries

@@ -10,7 +10,7 @@ from .pytree import public_pytree
 @public_pytree
 @dataclasses.dataclass(frozen=True)
 class QueryRope:
-    """RoPE of q's heads, with the norm before it, as a part of attention: q comes before both, and o is turned back.
+    """RoPE of q's heads, with the norm before it, as a part of attention: q comes before both, and o is rotated back.
 
     Attributes:
       table: float32 `[b, s_q, n]` or `[1, s_q, n]`, cos and sin of n / 2 pairs by turns, as `layers.Rope.table` makes

@@ -38,7 +38,7 @@ from .mode import BY_COLUMNS, Mode, name_of
 from .split_kv import LARGEST, processors, split_count, whole_queries
 
 ORDER = 2
-"""The number of the canonical order of sums (docs/semantics.md), in which no keys are split; ffi/forward.h refuses a
+"""The number of the canonical order of sums (docs/bits.md), in which no keys are split; ffi/forward.h refuses a
 call for another one, and a call whose kernels do not have it."""
 
 ROPE = extent("csa_fwd_turned", "table")

@@ -11,7 +11,7 @@ from .call import call, extent
 HEAD = extent("few_rows_product_norm_rope", "y")
 INDEX_D = extent("few_rows_product_index_query", "y")
 DIMS = extent("few_rows_product_norm_rope", "table")
-"""numbers of a query head that is normed, and of an indexer's; and the last of either, which are turned"""
+"""numbers of a query head that is normed, and of an indexer's; and the last of either, which are rotated"""
 SQUARED, SQUARES = 128, 32
 """columns of a low-rank query whose squares have a sum, and the most such sums of a row"""
 _COLUMNS, _CTAS, _MOST = 128, 132, 8
@@ -69,7 +69,7 @@ def few_rows_product_of_turned(x: jax.Array, w: jax.Array, table: jax.Array, *, 
 def few_rows_product_norm_rope(
     x: jax.Array, w: jax.Array, table: jax.Array, squares: jax.Array, *, eps: float
 ) -> tuple[jax.Array]:
-    """x `[b, s, k]` w `[k, h, 512]`, each head divided by sqrt(mean of squares + eps), and its last 64 numbers turned
+    """x `[b, s, k]` w `[k, h, 512]`, each head divided by sqrt(mean of squares + eps), and its last 64 numbers rotated
     in pairs: `[b, s, h, 512]`.
 
     Args:
@@ -95,7 +95,7 @@ def few_rows_product_index_query(
     eps: float,
     to_fp8: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """x `[b, s, k]` w `[k, h, 128]`, each head turned and multiplied by the Hadamard matrix: `[b, s, h, 128]` in x's
+    """x `[b, s, k]` w `[k, h, 128]`, each head rotated and multiplied by the Hadamard matrix: `[b, s, h, 128]` in x's
     dtype, or in float8_e4m3fn; and the heads' weights, float32 `[b, s, h]`, with the scales of float8_e4m3fn.
 
     Args:

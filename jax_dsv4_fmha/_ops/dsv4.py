@@ -61,7 +61,7 @@ def dsv4_attention(
         does not show is absent; without ratio all indices count as they are. Absent entries are as in `sparse_fmha`.
       q_offset: int, or int32 `[b]`, traced or not; 0 where Spans alone say what is seen.
       sink: float32 `[h_q]`, as in `fmha`.
-      rope: RoPE of q's heads, and the norm before it, if q comes before these; o is then turned back. Where there is a
+      rope: RoPE of q's heads, and the norm before it, if q comes before these; o is then rotated back. Where there is a
         kernel for it, this is a part of attention; it rounds less than passes of their own. Without a norm there is no
         such kernel. The reference alone has derivatives in the table; elsewhere to ask for one is an error.
       precision: "float8_e4m3fn" rounds q, entries and the softmax's weights to e4m3 for the products: faster, and some
@@ -127,7 +127,7 @@ def dsv4_attention(
     modes = [*canonical_order.wanted(batch_invariant), *fp8_products.wanted(op, precision, q, batch_invariant)]
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
-    turned = rotary.wanted(op, rope, dims, implementation)
+    rotations = rotary.wanted(op, rope, dims, implementation)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = indices = None
     b, s_q = dims["b"], dims["s_q"]
@@ -159,7 +159,7 @@ def dsv4_attention(
         def definition(q: jax.Array) -> reference.Attention:
             return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
 
-        return defined(definition, turned)(q)
+        return defined(definition, rotations)(q)
     reach = near.reach if dims["s_w"] == s_q else None
     sources: list[Source] = [SpanSource(window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=reach)]
     if compressed_kv is not None:
@@ -179,7 +179,7 @@ def dsv4_attention(
         else:
             sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     return attend(
-        op, q, sources, sink=sink, scale=scale, implementation=implementation, modes=[*modes, *turned],
+        op, q, sources, sink=sink, scale=scale, implementation=implementation, modes=[*modes, *rotations],
         differentiable=cache is None, deterministic=deterministic,
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ def fmha(
         memory: at d 512 to the gradients of keys, at d 64 and 128 to those of q where queries may see more than 512
         keys (docs/performance.md). The forward pass always has them.
       batch_invariant: whether the bits of a query's o and lse are to depend on its own operands alone, whatever the
-        batch, the chunk of a prompt and the pages (docs/semantics.md says which, and what it costs). It insists on a
+        batch, the chunk of a prompt and the pages (docs/bits.md says which). It insists on a
         kernel that sums in the canonical order: on sm_90a there are such for d = 512 where V is K, and for d up to 256
         where all queries see keys from the first one on, as `Span.causal` and `Span.lengths` show them.
 

@@ -71,7 +71,7 @@ def makes_heads(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> boo
 
 
 def query_heads(c: LowRank, w: jax.Array, table: jax.Array, eps: float | None, kernel: bool) -> jax.Array:
-    """c times w `[k, h, d]`, its heads normed, unless eps is None, and turned by a table `[b or 1, s, n]`."""
+    """c times w `[k, h, d]`, its heads normed, unless eps is None, and rotated by a table `[b or 1, s, n]`."""
     x = c.query
     run = _heads_call(x, w, table.shape[2], eps) if kernel else None
     if run is not None:
@@ -89,7 +89,7 @@ def makes_index_query(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool) -> bo
 def index_query(
     c: LowRank, w: jax.Array, table: jax.Array, given: jax.Array, to_fp8: bool, **params: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """c times w `[k, h, 128]`, its heads turned by a table `[b or 1, s, 64]` and multiplied by the Hadamard matrix, in
+    """c times w `[k, h, 128]`, its heads rotated by a table `[b or 1, s, 64]` and multiplied by the Hadamard matrix, in
     float8_e4m3fn as `quantize_indexer` does it, or in c's dtype; and the heads' weights, with the scales of those.
 
     Args:
@@ -121,14 +121,16 @@ def _index_call(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool, **params: A
 
 
 def projected_back(o: jax.Array, w_a: jax.Array, w_b: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
-    """y `[b, s, n]` of o `[b, s, h, d]`, with w_a `[g, h / g, d, k]` and w_b `[g, k, n]`; o is first turned back by a
+    """y `[b, s, n]` of o `[b, s, h, d]`, with w_a `[g, h / g, d, k]` and w_b `[g, k, n]`; o is first rotated back by a
     table, if any.
     """
     return summed_product(grouped_product(o, w_a.reshape(w_a.shape[0], -1, w_a.shape[3]), table, kernel), w_b, kernel)
 
 
 def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
-    """x `[b, s, h, d]` w `[g, h / g d, n]`, group by group of heads, which are first turned back by a table, if any."""
+    """x `[b, s, h, d]` w `[g, h / g d, n]`, group by group of heads, which a table, if there is one, first rotates
+    back.
+    """
 
     def in_groups(x: jax.Array) -> jax.Array:
         """One axis for the heads of a group: of two, XLA transposes the weights for the gradient."""

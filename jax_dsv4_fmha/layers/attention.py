@@ -164,7 +164,7 @@ class DSV4Attention(LayerShape):
             order: segment_ids, indices, and results. Entries are in their own. Each of the `2 zigzag` chunks must have
             whole blocks, and at least `window - 1` tokens.
           implementation, deterministic, batch_invariant: arguments of `dsv4_attention`, to which they go. The layer has
-            other gradients and products, which are XLA's (docs/semantics.md).
+            other gradients and products, which are XLA's (docs/bits.md).
 
         Raises:
           ValueError, TypeError: operands that differ from the above.

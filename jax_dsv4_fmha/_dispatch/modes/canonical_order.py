@@ -12,7 +12,7 @@ from .base import AttentionMode
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class CanonicalOrder(AttentionMode):
-    """`batch_invariant`: XLA chooses a definition's order of sums, so a kernel must run (docs/semantics.md)."""
+    """`batch_invariant`: XLA chooses a definition's order of sums, so a kernel must run (docs/bits.md)."""
 
     is_batch_invariant: ClassVar[bool] = True
 

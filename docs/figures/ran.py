@@ -1,0 +1,68 @@
+"""Which kernels ran where: tests on a GPU and compute-sanitizer by hand, times by the records."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .records import (
+    DECODE,
+    DEVICES,
+    EXPERTS,
+    FORWARD,
+    GRAD,
+    INDEXER,
+    LAYER,
+    PEERS,
+    PRODUCTS,
+    RAN,
+    SAME_BITS,
+    STEPS,
+    TODAY,
+    texts,
+)
+
+TIMED = (FORWARD, DECODE, GRAD, SAME_BITS, INDEXER, LAYER, PEERS, PRODUCTS, DEVICES, STEPS, TODAY, EXPERTS)
+
+
+def ran() -> str:
+    """A row for each family of kernels."""
+    rows = []
+    for row in RAN["rows"]:
+        rows.append(
+            [
+                _named(row["kernels"]),
+                *(_noted(row[column]) for column in ("tests", "memcheck", "racecheck")),
+                _timed(row),
+            ]
+        )
+    rows.append([_named(RAN["never run"]), *["never"] * 4])
+    return texts("kernels | GPU tests | memcheck | racecheck | timed", rows)
+
+
+def _named(kernels: str) -> str:
+    """Names of kernels as code; other words say which of them."""
+    return re.sub(r"\b(?:\w+_\w+|combine|rope)\b", r"`\g<0>`", kernels)
+
+
+def _noted(found: list[str | None] | None) -> str:
+    """Commit, card, date, and the state of the kernel that ran, as far as they are recorded."""
+    return ", ".join(filter(None, found)) if found else NOT_RECORDED
+
+
+NOT_RECORDED = "not recorded"
+
+
+def _timed(row: dict[str, Any]) -> str:
+    """The newest record that has a time of one of these kernels, else a note by hand. Records name no commit."""
+    found = [record for record in TIMED if set(row["symbols"]) & set(_symbols(record))]
+    if not found:
+        return _noted(row.get("timed"))
+    newest = max(found, key=lambda record: str(record["date"]))
+    return f"{newest['devices'][0]['name'].split()[1]}, {newest['date'][:10]}"
+
+
+def _symbols(record: dict[str, Any]) -> Iterator[str]:
+    """The kernels that a record times: `mha_fwd_sm90_0` is the first launch of mha_fwd_sm90."""
+    for row in record["rows"]:
+        for times in row["times"].values():
+            yield from (name.rsplit("_", 1)[0] for name in times.get("kernels", {}))
