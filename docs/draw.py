@@ -131,19 +131,20 @@ def layer() -> str:
     top, right = 2 * LINE + 20, MARGIN + (n + 3) * CELL
     body = grid(near, MARGIN, top, f"window_kv: the last {window} positions", n * CELL)
     body += grid(past, right, top, f"compressed_kv: one entry for {ratio}", WIDTH - right)
-    for i, j in zip(*np.nonzero(chosen), strict=True):
-        body.append(cell(right + j * CELL, top + i * CELL, "softmax"))
+    for i, j in zip(*np.nonzero(past), strict=True):
+        body.append(cell(right + j * CELL, top + i * CELL, "softmax" if chosen[i, j] else "load"))
     y = top + n * CELL + 20
     for kind, words in (
-        ("scores", "visible"),
-        ("softmax", f"chosen by the indexer: {topk} entries"),
+        ("scores", "seen in the window"),
+        ("softmax", f"chosen by the indexer, and so seen: {topk} entries"),
+        ("load", "past, but not chosen: seen only without an indexer"),
         ("idle", "not seen"),
     ):
         body += [cell(MARGIN, y, kind), text(MARGIN + CELL + 10, y + CELL - 3, words)]
         y += LINE + 3
     said = (
         "Down: queries, at positions 0, 1, … Across: positions, then entries. One softmax is over the window's blue cells, "
-        "the yellow entries (without an indexer the blue ones too), and the head's sink."
+        "the yellow entries (without an indexer the grey ones too), and the head's sink."
     )
     words = paragraph(MARGIN, y + LINE, said, WIDTH - 2 * MARGIN)
     return svg(y + (len(words) + 1) * LINE, [*body, *words], "Who sees what in a DeepSeek-V4 layer")

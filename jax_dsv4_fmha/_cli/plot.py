@@ -150,7 +150,7 @@ def _roofline(axes: Any, rows: Rows) -> None:
     axes.set(xlabel="FLOP for each byte that must move", ylabel="TFLOP/s on visible keys")
     axes.set_title("What the machine allows, and each row")
     axes.grid(which="major", color="#e8e8e8")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(title="suite", loc="lower right", fancybox=False, framealpha=1)
 
 
 def _bars(axes: Any, rows: Rows, names: Sequence[Sequence[str]]) -> None:
