@@ -283,6 +283,16 @@ def test_caches_that_are_made_on_a_mesh(kind, call):
         assert jax.eval_shape(f, params, x).y.sharding.spec == P("data", None, None)
 
 
+@pytest.mark.parametrize("kind", ["window", "sparse", "dense"])
+def test_parameters_on_no_mesh_have_gradients(kind):
+    """They are whole on every device of x's mesh. Outside of jit JAX asks for `jax.set_mesh`."""
+    params, x, *others = operands(kind, "gradient")
+    xs, f = (params, put(mesh_of("Explicit"), x, "data"), *others), called(kind, "gradient")
+    close(jax.jit(f)(*xs), expected(kind, "gradient"))
+    with pytest.raises(ValueError, match="set_mesh"):
+        f(*xs)
+
+
 @pytest.mark.parametrize(
     "axes, paged",
     [

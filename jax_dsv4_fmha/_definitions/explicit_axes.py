@@ -2,15 +2,17 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _check
+
+T = TypeVar("T")
 
 Entry = str | tuple[str, ...] | None
 """The mesh axes that shard an axis of an array, as a PartitionSpec has them"""
@@ -34,12 +36,30 @@ def placed(x: jax.Array, *wanted: Entry, of: jax.Array | None = None) -> jax.Arr
     """x with its axes sharded as wanted, over the mesh of x, or that of another array."""
     if entries(x) == wanted:
         return x
-    of = x if of is None else of
+    return _moved(x, x if of is None else of, *wanted)
+
+
+def _moved(x: jax.Array, of: jax.Array, *wanted: Entry) -> jax.Array:
     there = getattr(of, "sharding", None)
     if isinstance(x, jax.core.Tracer) or not isinstance(there, NamedSharding):
         return jax.sharding.reshard(x, sharding(of, *wanted))
     # outside of jit, where reshard wants jax.set_mesh for an array of one device
     return jax.device_put(x, NamedSharding(there.mesh, P(*wanted)))
+
+
+def on_mesh(xs: T, of: jax.Array) -> T:
+    """These arrays; whole on every device of another array's Explicit mesh are those that are on no mesh.
+
+    So are their gradients. JAX does not know how to shard the gradient of an array that is on no mesh.
+    """
+    if AxisType.Explicit not in jax.typeof(of).sharding.mesh.axis_types:
+        return xs
+
+    def moved(x: Any) -> Any:
+        return _moved(x, of, *[None] * x.ndim) if jax.typeof(x).sharding.mesh.empty else x
+
+    found: T = jax.tree.map(moved, xs)
+    return found
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -173,7 +173,7 @@ class DSV4Attention(LayerShape):
         order = Order.checked(_OP, zigzag, s, self.ratio, self.window - 1)
         _checks.prompt_or_chunk(cache, start, lengths, segment_ids, zigzag)
         options = {"implementation": implementation, "deterministic": deterministic, "batch_invariant": batch_invariant}
-        params = _params.separate(self, params)
+        params = _params.separate(self, explicit_axes.on_mesh(params, x))
         x, indices = _checks.beside(x, "indices", indices)
         if cache is None:
             x, ids = _checks.beside(x, "segment_ids", segment_ids)
@@ -249,7 +249,7 @@ class DSV4Attention(LayerShape):
         known = {"lengths": lengths} if start is None else {"lengths": lengths, "start": start}
         rows = {name: jnp.broadcast_to(_check.offset(_OP, name, n, {"b": b}), (b,)) for name, n in known.items()}
         x, lengths, *first, _ = explicit_axes.with_one_batch(_OP, x=x, **rows, cache=cache.window.rows)
-        part = Step.of(self, params, options, s, cache, lengths, *first, is_causal=is_causal)
+        part = Step.of(self, explicit_axes.on_mesh(params, x), options, s, cache, lengths, *first, is_causal=is_causal)
         return self._forward(x, part, shared, indices)
 
     def _forward(self, x: jax.Array, part: Prompt | Chunk | Step, shared: Shared | None, indices: Any) -> Output:

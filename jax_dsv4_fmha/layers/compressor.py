@@ -139,7 +139,7 @@ class Compressor:
           zigzag: an int, if x is in `layers.zigzag` order over so many devices, of whole blocks in each chunk. Latents
             are then in their own order if whole, else in that order.
         """
-        x = self._checked(params, x)
+        params, x = self._checked(params, x)
         _check.flags(_OP, whole=whole)
         order = Order.checked(_OP, zigzag, x.shape[1], self.ratio)
         tokens, (b, s, _) = product(x, params["w"]), x.shape
@@ -160,9 +160,10 @@ class Compressor:
             latents = self._latents(params, own, self._before(own, order), has_before, x.dtype)
         return order.undone(whole_sequences(latents)) if whole else latents
 
-    def _checked(self, params: Any, x: Any) -> jax.Array:
+    def _checked(self, params: Any, x: Any) -> tuple[Any, jax.Array]:
         _operands.parameters(self, params)
-        return _operands.hidden(_OP, "x", x, self.hidden)
+        x = _operands.hidden(_OP, "x", x, self.hidden)
+        return explicit_axes.on_mesh(params, x), x
 
     def tokens(self, params: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
         """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
@@ -171,7 +172,7 @@ class Compressor:
           params, x: as in a call.
           positions: int32 `[b or 1, s]`.
         """
-        x = self._checked(params, x)
+        params, x = self._checked(params, x)
         positions = _operands.positions(_OP, "positions", positions, *x.shape[:2])
         rows = product(x, params["w"])
         if "ape" not in params:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import Cache, _check, indexer_blocks, lightning_indexer
+from .._definitions import explicit_axes
 from .._definitions.packed import LAYOUTS, quantize_rows
 from .._definitions.span import Span
 from . import _operands
@@ -150,6 +151,7 @@ class Indexer:
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
         low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
+        params = explicit_axes.on_mesh(params, x)
         q = rounded(rotated_queries(self, params, low_rank, positions, rotation), rounding(self))
         return q, product(x, params["weights_proj"]) * weight_scale(self)
 
@@ -164,6 +166,7 @@ class Indexer:
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
+        params = explicit_axes.on_mesh(params, latents)
         return rounded(rotated_keys(self, params, latents, positions, rotation), rounding(self))
 
 
