@@ -84,12 +84,12 @@ fmt: .venv/.tools ## format Python and C++
 	$(BIN)/ruff check --fix $(PACKAGES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=none, sm_90a, … for fewer
+wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=none, sm_90a, … for fewer, JAX=jax==0.10.0 for another
 	rm -rf .venv-wheel dist/*.whl
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . \
 	    -C cmake.define.KERNELS=$(or $(KERNELS),all)
-	.venv-wheel/bin/python -m pip install --disable-pip-version-check dist/*.whl
+	.venv-wheel/bin/python -m pip install --disable-pip-version-check $(if $(JAX),'$(JAX)') dist/*.whl
 	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha info
 	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha check --quick --filter fmha
 
