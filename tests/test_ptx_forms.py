@@ -259,6 +259,70 @@ DONE:
 """
 
 
+ARRIVALS = f"""
+  mov.b64 %rd6, smem;
+  setp.ne.b32 %p1, %r1, 0;
+  mov.b32 %r8, 64;
+  @!%p1 mbarrier.init.shared.b64 [%rd6], %r8;
+  bar.sync 0;
+  mov.b32 %r9, 1;
+  mbarrier.arrive.noComplete.shared.b64 %rd7, [smem], %r9;
+  selp.b32 %r10, 0, 128, %p1;
+  @!%p1 fence.proxy.async.shared::cta;
+  mbarrier.arrive.expect_tx.shared.b64 %rd8, [%rd6], %r10;
+  add.s32 %r11, %r3, 1024;
+  @!%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r11], [%rd2], 128, [%rd6];
+{wait("COME", 0)}
+  ld.shared.b32 %r9, [%r4+1024];
+  st.global.b32 [%rd5], %r9;
+"""
+
+
+def test_arrivals_that_do_not_complete_a_phase():
+    """Before others that expect bytes, each thread as many as it says; mbarriers by addresses of 64 bits."""
+    assert run(ARRIVALS).tolist() == list(range(32))
+    with pytest.raises(Misuse, match=r"32 arrivals with \.noComplete, which complete a phase"):
+        run(ARRIVALS.replace("%r8, 64", "%r8, 32"))
+
+
+def test_proxy_fences_of_one_direction():
+    """The release takes the place of the fence for both; the acquire alone does not."""
+    body = BULK.format(copy="cp.async.bulk.global.shared::cta.bulk_group [%rd4], [%r3], 128;")
+    release = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;"
+    acquire = "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;"
+    released = body.replace("fence.proxy.async.shared::cta;", release).replace("bar.sync 0;", f"bar.sync 0; {acquire}")
+    assert run(released).tolist() == list(range(32))
+    with pytest.raises(Race, match=r"no fence\.proxy\.async after the generic write"):
+        run(released.replace(release, acquire))
+    with pytest.raises(Unsupported, match="modifier"):
+        run(released.replace(release, release.replace("shared::cta", "shared::cluster")))
+
+
+def test_loads_of_128_bits():
+    body = """
+  st.shared.b32 [%r4], %r1;
+  bar.warp.sync -1;
+  .reg .b128 %q;
+  shl.b32 %r8, %r1, 2;
+  and.b32 %r8, %r8, 112;
+  add.s32 %r8, %r8, %r3;
+  ld.shared.b128 %q, [%r8];
+  mov.b128 {%rd6, %rd7}, %q;
+  cvt.u32.u64 %r9, %rd7;
+  st.global.b32 [%rd5], %r9;
+"""
+    assert run(body).tolist() == [n // 4 * 4 + 2 for n in range(32)]
+
+
+def test_shared_memory_that_a_kernel_declares_within():
+    """A variable without an extent is one byte, and what a launch asks for comes after it."""
+    ptx = Handwritten("").ptx
+    declared = ptx.replace(".extern .shared .align 1024 .b8 smem[];\n", "").replace(
+        ".reg .pred %p<9>;", ".reg .pred %p<9>;\n  .shared .align 1024 .b8 smem;"
+    )
+    assert parse(declared).shared == {"smem": (1024, 1)} and parse(ptx).shared == {"smem": (1024, None)}
+
+
 def test_bulk_stores():
     body = BULK.format(copy="cp.async.bulk.global.shared::cta.bulk_group [%rd4], [%r3], 128;")
     assert run(body).tolist() == list(range(32))

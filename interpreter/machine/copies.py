@@ -180,7 +180,7 @@ def at_coordinates(w: Warp, slots: list[int]) -> tuple[int, ...]:
 
 
 def destination(w: Warp, slot: int, offset: int, size: int) -> tuple[Cta, int]:
-    cta, at = w.cta.at(w.uniform(slot, np.uint32, "a destination") + offset)
+    cta, at = w.cta.at(w.place(slot, "a destination") + offset)
     cta.smem_span(at, size, 128, "a tensor copy of")
     return cta, at
 
@@ -212,7 +212,7 @@ def destinations_of(
             raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
         if own and cta is not w.cta:
             raise Misuse(f"a copy to CTA {cta.number}, which takes .shared::cluster")
-        where = w.uniform(bar_slot, np.uint32, "the address of an mbarrier") + bar_offset
+        where = w.place(bar_slot, "the address of an mbarrier") + bar_offset
         home, place = w.cta.at(where)
         ctas = [cta] if mask_slot is None else ranks(w, w.uniform(mask_slot, np.uint16, "a mask of CTAs"))
         found = []

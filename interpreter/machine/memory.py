@@ -102,7 +102,7 @@ def load(i: Instruction, d: Decoder) -> Step:
     if len(targets) != count or space is None:
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[1])
-    dtype, total = DTYPES[f"u{8 * size}"], size * count
+    dtype, total = DTYPES[f"b{8 * size}"], size * count
     register = DTYPES[bits_of(held)]
 
     def spread(w: Warp, data: Array, defined: Array | None) -> None:
@@ -158,7 +158,7 @@ def store(i: Instruction, d: Decoder) -> Step:
     if len(sources) != count or space in (None, "param"):
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[0])
-    dtype, total = DTYPES[f"u{8 * size}"], size * count
+    dtype, total = DTYPES[f"b{8 * size}"], size * count
 
     def values(w: Warp) -> Array:
         for slot in sources:

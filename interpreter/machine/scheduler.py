@@ -231,6 +231,7 @@ def check_end(m: Machine) -> None:
                 and not known.ops >> op.number & 1
             ):
                 raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
+        known.join(cta.survived)
         for number, does in cta.visits.items():
             event = m.events[number]
             if not known.knows(event):

@@ -337,6 +337,13 @@ class Warp:
             raise Misuse(f"{what} differs from lane to lane: {[one, *others[:7]]} ...")
         return one
 
+    def place(self, slot: int, what: str) -> int:
+        """An address of shared memory, the same in all active lanes, in a register of 32 or of 64 bits."""
+        return self.uniform(slot, self.width(slot), what)
+
+    def width(self, slot: int) -> DTypeLike:
+        return np.uint32 if self.R[slot].itemsize == 4 else np.uint64
+
     def hold(self, slots: Iterable[int], op: object, writes: bool = True) -> None:
         """Lets `op` write (or, where not `writes`, read) these registers at any time from now until the wait."""
         for slot in slots:
@@ -544,6 +551,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.extra: dict[str, Any] = {}
         self.warps: list[Warp] = []
+        self.survived = Clock(machine.warp_count)  # what it does not end before, by relaxed barriers of its cluster
         self.visits: dict[int, str] = {}  # accesses of other CTAs of the cluster to its memory: event -> "reads", ...
 
     @property
@@ -560,6 +568,10 @@ class Cta:
         if self.ended:
             raise Race(f"{does} shared memory of CTA {self.number}, which has ended")
         self.visits[actor.event() if event is None else event] = does
+
+    def outlives(self, clock: Clock) -> None:
+        """It ends after what `clock` knows of, though nothing orders its own accesses after that."""
+        self.survived.join(clock)
 
     @property
     def base(self) -> int:
