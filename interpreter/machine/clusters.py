@@ -55,9 +55,7 @@ def rank_of(i: Instruction, d: Decoder) -> Step:
 class ClusterBarrier:
     warps: list[Warp]
     clock: Clock
-    comes: (
-        Clock  # what those know who arrive relaxed: it tells of ends alone, and where the manual's rule does not count
-    )
+    comes: Clock  # what those know who arrive relaxed: it tells of ends alone, without `Rule.RELAXED_END`
     arrived: set[int] = field(default_factory=set)  # warps, by index
     generation: int = 0
     done: Clock | None = None

@@ -393,7 +393,7 @@ def bulk_store(i: Instruction, d: Decoder) -> Step:
         if size == 0 or size % 16:
             raise Misuse(f"a bulk copy of {size} bytes, wanted a multiple of 16")
         address = w.uniform(to, np.uint64, "a destination") + to_offset
-        cta, at = w.cta.at(w.uniform(source, np.uint32, "a source") + source_offset)
+        cta, at = w.cta.at(w.place(source, "a source") + source_offset)
         if cta is not w.cta:
             raise Misuse(f"a bulk copy out of shared memory of CTA {cta.number}, wanted this CTA's own")
         words = cta.smem_span(at, size, 16, "a bulk copy of")

@@ -80,8 +80,7 @@ class Rule(Enum):
         "cuDNN's attention of d 256 over named keys has neither for the mbarrier of its queries",
     )
     RELAXED_END = (
-        "a relaxed arrival at the cluster's barrier orders nothing, and so not a CTA's end after what others did in its "
-        "shared memory",
+        "a relaxed arrival at the cluster's barrier does not order a CTA's end after what others did in its memory",
         "a CTA that waits there outlives what others did before they arrived",
         "pairs of CTAs of JAX's Mosaic GPU end so",
     )

@@ -108,9 +108,7 @@ class Issuer:
     known: Clock  # for what it does to TMEM
     own: int = 0  # bits of its operations that it has waited for
     loads: list[Load] = field(default_factory=list)  # not waited for
-    used: list[AsyncOp] = field(
-        default_factory=list
-    )  # loads whose registers it has used, and which it has not waited for
+    used: list[AsyncOp] = field(default_factory=list)  # loads that it has not waited for, but for their registers
     stores: list[AsyncOp] = field(default_factory=list)
     products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
     product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all

@@ -149,9 +149,7 @@ WITNESSES = (
     product("128x64 tmem", "128 x 64, A in tensor memory", n=64, a_in="tmem"),
     product("fp8 128x256", "128 x 256, e4m3", n=256, dtype="float8_e4m3fn"),
     product("fp8 128x64", "128 x 64, e4m3", n=64, dtype="float8_e4m3fn"),
-    product(
-        "pair tmem", "256 x 256 of a pair, A in tensor memory, B MN-major", n=256, a_in="tmem", b_in="n", pair=True
-    ),
+    product("pair tmem", "256 x 256 of a pair, A in TMEM, B MN-major", n=256, a_in="tmem", b_in="n", pair=True),
     Witness("hopper fa3 128", FLASH, "Hopper: attention, d 128", "fa4.hopper", {"d": 128}, arch="sm_90a"),
     Witness(
         "hopper fa3 64",

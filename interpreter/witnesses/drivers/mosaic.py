@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ...machine.state import Array
-from . import RESULT, TYPES, Case, attention, bare, folder, normal
+from . import TYPES, Case, attention, bare, folder, normal
 from . import causal as causal_mask
 
 BF16 = ml_dtypes.bfloat16
