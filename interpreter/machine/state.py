@@ -242,11 +242,20 @@ class Tape(Protocol):
 
 
 @dataclass(eq=False)
+class Side:
+    """Lanes that took another way than those that run: where they go on, and what they wait for there."""
+
+    lanes: int
+    pc: int
+    waits: Wait | None = None
+
+
+@dataclass
 class Branching:
     """Sides of a branch that have not met again."""
 
     join: int  # where they meet; -1: nowhere before the end
-    pending: list[tuple[int, int]]  # (mask, pc) of sides that have not run yet
+    pending: list[Side]  # that have not reached the join
     arrived: int  # mask of the lanes that have reached the join
 
 
