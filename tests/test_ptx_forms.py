@@ -5,6 +5,7 @@ No chip has run these programs. What runs on B200s with the same forms is in `ma
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from interpreter.machine import scheduler
 from interpreter.machine.copies import TensorMap
 from interpreter.machine.decode import Code
 from interpreter.machine.handwritten import Handwritten, wait
-from interpreter.machine.hazards import Leak, Misuse, Race, Unsupported
+from interpreter.machine.hazards import Deadlock, Leak, Misuse, Race, Unsupported
 from interpreter.machine.parser import parse
 from interpreter.machine.reductions import add_cleared
 from interpreter.machine.state import Machine, new_memory
@@ -296,6 +297,69 @@ def test_proxy_fences_of_one_direction():
         run(released.replace(release, acquire))
     with pytest.raises(Unsupported, match="modifier"):
         run(released.replace(release, release.replace("shared::cta", "shared::cluster")))
+
+
+DIVERGED = f"""
+  mov.b32 %r8, 1;
+  setp.ne.b32 %p1, %r1, 0;
+  @!%p1 mbarrier.init.shared::cta.b64 [%r3], %r8;
+  bar.warp.sync -1;
+  @%p1 bra OTHERS;
+  mbarrier.arrive.shared::cta.b64 _, [%r3];
+{wait("FIRST", 0)}
+  bra.uni MET;
+OTHERS:
+{wait("SECOND", 0)}
+MET:
+  st.global.b32 [%rd5], %r1;
+"""
+
+
+def test_lanes_that_wait_let_others_go_on():
+    """In whichever order the two sides of a branch begin."""
+    for body in (DIVERGED, DIVERGED.replace("@%p1 bra OTHERS", "not.pred %p2, %p1;\n  @!%p2 bra OTHERS")):
+        for seed in SEEDS:
+            got = Handwritten(body, target="sm_100a").interpret(seed)
+            assert got.tolist() == list(range(32))
+    with pytest.raises(Deadlock, match="other lanes wait for parity 0"):
+        run(DIVERGED.replace("mbarrier.arrive.shared::cta.b64 _, [%r3];", ""))
+
+
+def test_signed_fields_and_clamped_and_rounded_numbers():
+    body = """
+  ld.global.b32 %r8, [%rd3];
+  {instruction}
+  st.global.b32 [%rd5], %r9;
+"""
+    words = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
+    for place, size in ((0, 26), (4, 7), (28, 12), (3, 0), (0, 32)):
+        got = run(body.format(instruction=f"bfe.s32 %r9, %r8, {place}, {size};"), words).view(np.int32)
+        field = words.view(np.int32).astype(object) >> place
+        want = [(int(x) + (1 << size - 1) & (1 << size) - 1) - (1 << size - 1) if size else 0 for x in field]
+        assert got.tolist() == want
+    numbers = np.resize(np.array([-1, -0.0, 0.25, 1, 7, np.nan, np.inf, 1e-3], np.float32), 32)
+    got = run(body.format(instruction="cvt.sat.f32.f32 %r9, %r8;"), numbers.view(np.uint32)).view(np.float32)
+    assert got.tolist() == np.clip(np.nan_to_num(numbers, nan=0), 0, 1).tolist()
+    thirds = (RNG.standard_normal(32) / 3).astype(np.float32)
+    instruction = "fma.rm.f32 %r9, %r8, 0f3EAAAAAB, 0f3F800000;"
+    got = run(body.format(instruction=instruction), thirds.view(np.uint32)).view(np.float32)
+    third = Fraction(float(np.uint32(0x3EAAAAAB).view(np.float32)))
+    for x, down in zip(thirds, got, strict=True):
+        exact = Fraction(float(x)) * third + 1
+        assert Fraction(float(down)) <= exact < Fraction(float(np.nextafter(down, np.float32(np.inf))))
+
+
+def test_loads_into_wider_registers():
+    """9.4.1: of a signed type with the sign, of another with zeros."""
+    body = """
+  ld.global.{kind} %rd6, [%rd3];
+  shr.u64 %rd6, %rd6, 32;
+  cvt.u32.u64 %r9, %rd6;
+  st.global.b32 [%rd5], %r9;
+"""
+    words = np.arange(32, dtype=np.uint32) << 27
+    assert run(body.format(kind="s32"), words).view(np.int32).tolist() == [0] * 16 + [-1] * 16
+    assert run(body.format(kind="u32"), words).tolist() == [0] * 32
 
 
 def test_loads_of_128_bits():
