@@ -60,7 +60,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Device:
-    """What kernels and their compiler ask of the GPU that is not there."""
+    """The GPU that is not there, as kernels and their compiler ask about it."""
 
     core_count: int
     compute_capability: str
@@ -127,7 +127,7 @@ class Compiler:
         return (ctypes.c_char_p.in_dll(self.stand_in, "failure").value or b"").decode()
 
     def launches(self, ptx: str, made: Any, buffers: Sequence[int]) -> list[Launch]:
-        """What the host code launches of buffers at these addresses."""
+        """The launches that the host code makes of buffers at these addresses."""
         (name,) = re.findall(r"\.entry\s+([\w$]+)", ptx)
         sizes = [p.size for p in parse(ptx).params.values()]
         known = _Kernel.in_dll(self.stand_in, "kernels")
@@ -163,7 +163,7 @@ def stand_in(folder: Path) -> ctypes.CDLL:
 
 
 class Unknown:
-    """What becomes of a kernel's results outside of kernels, which have not run."""
+    """Something that is computed outside of kernels from their results, when none has run."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Output:
 def record(
     function: Callable[..., Any], args: Sequence[Array], results: Sequence[str], arch: str, processors: int
 ) -> Recorded:
-    """What a function launches of these arrays. Its kernels' results get the names of `results`, in their order."""
+    """The launches that a function makes of these arrays. Its kernels' results get the names of `results`, in their order."""
     compiler, found = Compiler(arch, processors), Recorded()
     import jax
 
