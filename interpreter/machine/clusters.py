@@ -88,7 +88,7 @@ def barrier_of(w: Warp) -> ClusterBarrier:
     home = w.cta.cluster[0].extra
     if "cluster barrier" not in home:
         warps = [x for cta in w.cta.cluster for x in cta.warps]
-        home["cluster barrier"] = ClusterBarrier(warps, *(Clock(w.machine.warp_count) for _ in range(2)))
+        home["cluster barrier"] = ClusterBarrier(warps, Clock(w.machine.warp_count), Clock(w.machine.warp_count))
     bar: ClusterBarrier = home["cluster barrier"]
     return bar
 

@@ -38,7 +38,9 @@ int cuModuleGetFunction(void** kernel, void* module, const char* name) {
   return _cudaLibraryGetKernel(kernel, module, name);
 }
 
-int cuFuncSetAttribute(void* kernel, int attribute, int value) { return _cudaFuncSetAttribute(kernel, attribute, value); }
+int cuFuncSetAttribute(void* kernel, int attribute, int value) {
+  return _cudaFuncSetAttribute(kernel, attribute, value);
+}
 
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* extents,
                            const uint64_t* strides, const unsigned* box, const unsigned* steps, int interleave,

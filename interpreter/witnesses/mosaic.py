@@ -142,16 +142,11 @@ class Compiler:
         if self.failure:
             raise NotImplementedError(f"the host code asks for {self.failure}")
         found = (_Launch * LAUNCHES).in_dll(self.stand_in, "launches")[: so_far.value]
-        return [
-            Launch(
-                name,
-                ptx,
-                *(list(shape) for shape in (x.grid, x.block, x.cluster)),
-                x.smem_bytes,
-                [ctypes.string_at(at, size) for at, size in zip(x.params, sizes, strict=False)],
-            )
-            for x in found
-        ]
+        made_launches = []
+        for x in found:
+            params = [ctypes.string_at(at, size) for at, size in zip(x.params, sizes, strict=False)]
+            made_launches.append(Launch(name, ptx, list(x.grid), list(x.block), list(x.cluster), x.smem_bytes, params))
+        return made_launches
 
 
 def stand_in(folder: Path) -> ctypes.CDLL:
@@ -176,7 +171,7 @@ class Output:
 def record(
     function: Callable[..., Any], args: Sequence[Array], results: Sequence[str], arch: str, processors: int
 ) -> Recorded:
-    """The launches that a function makes of these arrays. Its kernels' results get the names of `results`, in their order."""
+    """The launches that a function makes of these arrays. `results` names its kernels' results, in their order."""
     compiler, found = Compiler(arch, processors), Recorded()
     import jax
 
