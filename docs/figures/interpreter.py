@@ -147,7 +147,7 @@ def witnesses() -> str:
                 name,
                 x["what"].removeprefix("Hopper: "),
                 f"{x['maker']} {x['version']}"
-                if " " not in x["maker"]
+                if not x["maker"].startswith("CUTLASS")
                 else f"CUTLASS, in flashinfer-python {x['version']}",
                 x["arch"],
                 f"{ran} of {total}",
