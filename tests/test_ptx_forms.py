@@ -5,6 +5,7 @@ No chip has run these programs. What runs on B200s with the same forms is in `ma
 
 import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from interpreter.machine import scheduler
 from interpreter.machine.copies import TensorMap
 from interpreter.machine.decode import Code
 from interpreter.machine.handwritten import Handwritten, wait
-from interpreter.machine.hazards import Leak, Misuse, Race, Unsupported
+from interpreter.machine.hazards import Deadlock, Leak, Misuse, Race, Unsupported
 from interpreter.machine.parser import parse
 from interpreter.machine.reductions import add_cleared
 from interpreter.machine.state import Machine, new_memory
@@ -257,6 +258,133 @@ BULK = """
   cp.async.bulk.wait_group 0;
 DONE:
 """
+
+
+ARRIVALS = f"""
+  mov.b64 %rd6, smem;
+  setp.ne.b32 %p1, %r1, 0;
+  mov.b32 %r8, 64;
+  @!%p1 mbarrier.init.shared.b64 [%rd6], %r8;
+  bar.sync 0;
+  mov.b32 %r9, 1;
+  mbarrier.arrive.noComplete.shared.b64 %rd7, [smem], %r9;
+  selp.b32 %r10, 0, 128, %p1;
+  @!%p1 fence.proxy.async.shared::cta;
+  mbarrier.arrive.expect_tx.shared.b64 %rd8, [%rd6], %r10;
+  add.s32 %r11, %r3, 1024;
+  @!%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r11], [%rd2], 128, [%rd6];
+{wait("COME", 0)}
+  ld.shared.b32 %r9, [%r4+1024];
+  st.global.b32 [%rd5], %r9;
+"""
+
+
+def test_arrivals_that_do_not_complete_a_phase():
+    """Before others that expect bytes, each thread as many as it says; mbarriers by addresses of 64 bits."""
+    assert run(ARRIVALS).tolist() == list(range(32))
+    with pytest.raises(Misuse, match=r"32 arrivals with \.noComplete, which complete a phase"):
+        run(ARRIVALS.replace("%r8, 64", "%r8, 32"))
+
+
+def test_proxy_fences_of_one_direction():
+    """The release takes the place of the fence for both; the acquire alone does not."""
+    body = BULK.format(copy="cp.async.bulk.global.shared::cta.bulk_group [%rd4], [%r3], 128;")
+    release = "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;"
+    acquire = "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;"
+    released = body.replace("fence.proxy.async.shared::cta;", release).replace("bar.sync 0;", f"bar.sync 0; {acquire}")
+    assert run(released).tolist() == list(range(32))
+    with pytest.raises(Race, match=r"no fence\.proxy\.async after the generic write"):
+        run(released.replace(release, acquire))
+    with pytest.raises(Unsupported, match="modifier"):
+        run(released.replace(release, release.replace("shared::cta", "shared::cluster")))
+
+
+DIVERGED = f"""
+  mov.b32 %r8, 1;
+  setp.ne.b32 %p1, %r1, 0;
+  @!%p1 mbarrier.init.shared::cta.b64 [%r3], %r8;
+  bar.warp.sync -1;
+  @%p1 bra OTHERS;
+  mbarrier.arrive.shared::cta.b64 _, [%r3];
+{wait("FIRST", 0)}
+  bra.uni MET;
+OTHERS:
+{wait("SECOND", 0)}
+MET:
+  st.global.b32 [%rd5], %r1;
+"""
+
+
+def test_lanes_that_wait_let_others_go_on():
+    """In whichever order the two sides of a branch begin."""
+    for body in (DIVERGED, DIVERGED.replace("@%p1 bra OTHERS", "not.pred %p2, %p1;\n  @!%p2 bra OTHERS")):
+        for seed in SEEDS:
+            got = Handwritten(body, target="sm_100a").interpret(seed)
+            assert got.tolist() == list(range(32))
+    with pytest.raises(Deadlock, match="other lanes wait for parity 0"):
+        run(DIVERGED.replace("mbarrier.arrive.shared::cta.b64 _, [%r3];", ""))
+
+
+def test_signed_fields_and_clamped_and_rounded_numbers():
+    body = """
+  ld.global.b32 %r8, [%rd3];
+  {instruction}
+  st.global.b32 [%rd5], %r9;
+"""
+    words = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
+    for place, size in ((0, 26), (4, 7), (28, 12), (3, 0), (0, 32)):
+        got = run(body.format(instruction=f"bfe.s32 %r9, %r8, {place}, {size};"), words).view(np.int32)
+        field = words.view(np.int32).astype(object) >> place
+        want = [(int(x) + (1 << size - 1) & (1 << size) - 1) - (1 << size - 1) if size else 0 for x in field]
+        assert got.tolist() == want
+    numbers = np.resize(np.array([-1, -0.0, 0.25, 1, 7, np.nan, np.inf, 1e-3], np.float32), 32)
+    got = run(body.format(instruction="cvt.sat.f32.f32 %r9, %r8;"), numbers.view(np.uint32)).view(np.float32)
+    assert got.tolist() == np.clip(np.nan_to_num(numbers, nan=0), 0, 1).tolist()
+    thirds = (RNG.standard_normal(32) / 3).astype(np.float32)
+    instruction = "fma.rm.f32 %r9, %r8, 0f3EAAAAAB, 0f3F800000;"
+    got = run(body.format(instruction=instruction), thirds.view(np.uint32)).view(np.float32)
+    third = Fraction(float(np.uint32(0x3EAAAAAB).view(np.float32)))
+    for x, down in zip(thirds, got, strict=True):
+        exact = Fraction(float(x)) * third + 1
+        assert Fraction(float(down)) <= exact < Fraction(float(np.nextafter(down, np.float32(np.inf))))
+
+
+def test_loads_into_wider_registers():
+    """9.4.1: of a signed type with the sign, of another with zeros."""
+    body = """
+  ld.global.{kind} %rd6, [%rd3];
+  shr.u64 %rd6, %rd6, 32;
+  cvt.u32.u64 %r9, %rd6;
+  st.global.b32 [%rd5], %r9;
+"""
+    words = np.arange(32, dtype=np.uint32) << 27
+    assert run(body.format(kind="s32"), words).view(np.int32).tolist() == [0] * 16 + [-1] * 16
+    assert run(body.format(kind="u32"), words).tolist() == [0] * 32
+
+
+def test_loads_of_128_bits():
+    body = """
+  st.shared.b32 [%r4], %r1;
+  bar.warp.sync -1;
+  .reg .b128 %q;
+  shl.b32 %r8, %r1, 2;
+  and.b32 %r8, %r8, 112;
+  add.s32 %r8, %r8, %r3;
+  ld.shared.b128 %q, [%r8];
+  mov.b128 {%rd6, %rd7}, %q;
+  cvt.u32.u64 %r9, %rd7;
+  st.global.b32 [%rd5], %r9;
+"""
+    assert run(body).tolist() == [n // 4 * 4 + 2 for n in range(32)]
+
+
+def test_shared_memory_that_a_kernel_declares_within():
+    """A variable without an extent is one byte, and what a launch asks for comes after it."""
+    ptx = Handwritten("").ptx
+    declared = ptx.replace(".extern .shared .align 1024 .b8 smem[];\n", "").replace(
+        ".reg .pred %p<9>;", ".reg .pred %p<9>;\n  .shared .align 1024 .b8 smem;"
+    )
+    assert parse(declared).shared == {"smem": (1024, 1)} and parse(ptx).shared == {"smem": (1024, None)}
 
 
 def test_bulk_stores():

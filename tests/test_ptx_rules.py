@@ -1,5 +1,6 @@
 """Rules of the manual that a B200 does not need: each is a switch of its own; without it the chip's way is taken."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.test_ptx_forms import BULK
 from tests.test_ptx_product_forms import PRODUCTS, product
 
 SEEDS = range(6)
+WAIT_LD = "tcgen05.wait::ld.sync.aligned;"
 DENSE, D = product()
 PAIR, D_OF_PAIR = product(**PRODUCTS["a pair's 256 rows, A in TMEM"])
 
@@ -93,6 +95,17 @@ ISSUED:
   st.global.b32 [%rd5], %r9;
 """
 
+EARLY_END = f"""
+  mov.u32 %r8, %cluster_ctarank;
+  xor.b32 %r9, %r8, 1;
+  mapa.shared::cluster.u32 %r10, %r4, %r9;
+  {SYNC}
+  st.shared::cluster.b32 [%r10], %r1;
+  st.global.b32 [%rd5], %r1;
+  barrier.cluster.arrive.relaxed.aligned;
+  barrier.cluster.wait.aligned;
+"""
+
 # A rule: a program that breaks it, what is raised and said, and what it answers without the rule.
 BREACHES = {
     Rule.TMEM_FENCES: (
@@ -101,7 +114,13 @@ BREACHES = {
         r"no tcgen05\.fence::after_thread_sync",
         D,
     ),
-    Rule.WAIT_LD: (edited(DENSE, ("tcgen05.wait::ld.sync.aligned;", "")), Race, "nothing waited for it", D),
+    Rule.WAIT_LD: (
+        edited(DENSE, (WAIT_LD, ""), ("STORED:\n", f"STORED:\n  {WAIT_LD}\n")),
+        Race,
+        "nothing waited for it",
+        D,
+    ),
+    Rule.LD_ORDER: (edited(DENSE, (WAIT_LD, "")), Race, "nothing orders this and the read by tcgen05.ld", D),
     Rule.PRODUCT_ORDER: (with_half_again(DENSE), Race, "nothing orders this and the write by tcgen05.mma", D),
     Rule.COMMIT_ORDER: (
         with_another_commit(PAIR),
@@ -165,7 +184,20 @@ DONE:
         "no fence.mbarrier_init or fence.proxy.async between the initialisation",
         np.arange(32),
     ),
+    Rule.RELAXED_END: (
+        Handwritten(EARLY_END, ctas=2, cluster=2),
+        Race,
+        r"CTA \d ends while nothing orders that after .*st\.shared::cluster",
+        np.tile(np.arange(32), 2),
+    ),
+    Rule.DESCRIPTOR_VERSION: (
+        replace(DENSE, body=re.sub(r"\b\d{14,}\b", lambda m: str(int(m[0]) & ~(7 << 46)), DENSE.body)),
+        Misuse,
+        "with 0b000 in bits 46 to 48",
+        D,
+    ),
 }
+IMPLIED = {Rule.LD_ORDER: {Rule.WAIT_LD}}  # a rule: those that a program which breaks it breaks as well
 
 
 def test_every_rule_is_tested():
@@ -176,11 +208,12 @@ def test_every_rule_is_tested():
 def test_a_rule_is_a_switch_of_its_own(rule):
     program, raises, says, want = BREACHES[rule]
     for seed in SEEDS:
+        implied = IMPLIED.get(rule, set())
         with pytest.raises(raises, match=says):
-            program.interpret(seed)
+            program.interpret(seed, MANUAL - implied)
         with pytest.raises(raises, match=says):
             program.interpret(seed, CHIP | {rule})
-        for rules in (MANUAL - {rule}, CHIP):
+        for rules in (MANUAL - {rule} - implied, CHIP):
             got = program.interpret(seed, rules)
             np.testing.assert_array_equal(got.view(np.float32) if want.dtype == float else got, want)
 

@@ -61,7 +61,7 @@ def test_a_difference():
 
 
 def test_rules_that_it_breaks(witness):
-    assert broken(witness) == [Rule.TMEM_FENCES.name, Rule.WAIT_LD.name]
+    assert broken(witness) == [Rule.TMEM_FENCES.name, Rule.WAIT_LD.name, Rule.LD_ORDER.name]
 
 
 def test_planted_faults(witness):

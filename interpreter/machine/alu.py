@@ -271,6 +271,15 @@ def fused(i: Instruction, d: Decoder) -> Step:
         return with_halves(i, d)
     if kind_of(i, d) != "f32":
         raise d.fail(i.opcode)
+    if i.has("rm"):
+        i.only("rm", "f32")
+        return elementwise(
+            d,
+            i,
+            "f32",
+            ["f32"] * 3,
+            lambda a, b, c: sum_downwards(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)),
+        )
     compute = (lambda a, b, c: flush(fma(a, b, c))) if _rounding(i, d) else fma
     return elementwise(d, i, "f32", ["f32"] * 3, compute)
 
@@ -402,14 +411,21 @@ def permute(i: Instruction, d: Decoder) -> Step:
 
 @instruction("bfe")
 def extract(i: Instruction, d: Decoder) -> Step:
-    i.only("u32")
-    return elementwise(
-        d,
-        i,
-        "u32",
-        ["u32"] * 3,
-        lambda a, b, c: ((a.astype(np.uint64) >> b) & ((np.uint64(1) << c) - 1)).astype(np.uint32),
-    )
+    """9.7.1.20. Of .s32 the bits above the field are those of its sign."""
+    i.only("u32", "s32")
+
+    def field(a: Array, b: Array, c: Array) -> Array:
+        return ((a.astype(np.uint64) >> b) & ((np.uint64(1) << c) - 1)).astype(np.uint32)
+
+    def signed(a: Array, b: Array, c: Array) -> Array:
+        wide = a.view(np.int32).astype(np.int64)
+        place, size = np.minimum(b & 255, 63).astype(np.int64), np.minimum(c & 255, 32).astype(np.int64)
+        found = (wide >> place) << 64 - size >> 64 - size
+        return np.where(size == 0, 0, found).astype(np.int32)
+
+    if i.has("s32"):
+        return elementwise(d, i, "s32", ["b32", "u32", "u32"], signed)
+    return elementwise(d, i, "u32", ["u32"] * 3, field)
 
 
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
@@ -554,6 +570,8 @@ def convert(i: Instruction, d: Decoder) -> Step:
     if (to, source) == ("f16x2", "e4m3x2"):
         i.only("rn", to, source)
         return elementwise(d, i, "b32", ["b16"], lambda a: a.view(E4M3).astype(np.float16).view(np.uint32))
+    if (to, source, rest) == ("f32", "f32", ["sat"]):
+        return elementwise(d, i, "f32", ["f32"], lambda a: np.clip(np.nan_to_num(a, nan=0.0), 0, 1).astype(np.float32))
     if rest not in ([], ["rn"], ["rni"], ["rzi"], ["rpi"], ["sat"], ["rn", "ftz"]):
         raise d.fail(i.opcode)
     if to in HALVES and source == "f32":

@@ -103,12 +103,21 @@ def settle(bar: MBarrier) -> None:
 
 
 def one(w: Warp, slot: int, offset: int, own: bool = False) -> MBarrier:
-    return lookup(w, w.uniform(slot, np.uint32, "the address of an mbarrier") + offset, own)
+    return lookup(w, w.place(slot, "the address of an mbarrier") + offset, own)
 
 
 def the_lanes(w: Warp, slot: int, offset: int) -> Array:
     w.demand(slot, "the address of an mbarrier")
-    return w.read(slot, np.uint32).astype(np.int64)[w.lanes] + offset
+    return w.read(slot, w.width(slot)).astype(np.int64)[w.lanes] + offset
+
+
+def of_each(w: Warp, slot: int, at: Array) -> list[int]:
+    """The sum of arrivals or bytes that the lanes at each address count, by address as in `lookup_all`."""
+    w.demand(slot, "a number of arrivals or bytes")
+    amounts = w.read(slot, np.uint32).astype(np.int64)[w.lanes]
+    if (at == at[0]).all():
+        return [int(amounts.sum())]
+    return [int(amounts[at == one].sum()) for one in np.unique(at)]
 
 
 STATE_SPACES = ("shared", "shared::cta", "b64")  # the executing CTA's; with shared::cluster, any CTA's of its cluster
@@ -122,7 +131,7 @@ def init(i: Instruction, d: Decoder) -> Step:
     count = d.slot(i.args[1], "u32")
 
     def step(w: Warp) -> None:
-        cta, at = w.cta.at(w.uniform(base, np.uint32, "the address of an mbarrier") + offset)
+        cta, at = w.cta.at(w.place(base, "the address of an mbarrier") + offset)
         if cta is not w.cta:
             raise Misuse(f"makes an mbarrier in shared memory of CTA {cta.number}")
         words = cta.smem_span(at, 8, 8, "makes an mbarrier of")
@@ -152,34 +161,37 @@ def invalidate(i: Instruction, d: Decoder) -> Step:
     return step
 
 
-@instruction("mbarrier.arrive", "mbarrier.arrive.expect_tx")
+@instruction("mbarrier.arrive", "mbarrier.arrive.noComplete", "mbarrier.arrive.expect_tx")
 def arrival(i: Instruction, d: Decoder) -> Step:
     """Every active lane arrives. The arrival releases what the warp knows; with .relaxed, what it did before its last
-    fence.
+    fence. With .noComplete it must not complete the phase.
     """
     i.only(*STATE_SPACES, "shared::cluster", *SCOPES)
     expects, remote = "expect_tx" in i.opcode, i.has("shared::cluster")
+    completes = "noComplete" not in i.opcode
     target = d.sink(i.args[0], "b64") if len(i.args) and isinstance(i.args[0], str) else None
     if remote and i.args[0] != "_":
         raise d.fail("an mbarrier of the cluster, whose state cannot be had: wanted _")
     rest = i.args[1:] if target is not None else i.args
     base, offset = d.address(rest[0])
     amount = d.slot(rest[1], "u32") if len(rest) > 1 else None
-    if expects and amount is None:
+    if (expects or not completes) and amount is None:
         raise d.fail(i.opcode)
     zero = np.zeros(32, np.uint64)
 
     def step(w: Warp) -> None:
         at = the_lanes(w, base, offset)
-        n = 1 if amount is None else w.uniform(amount, np.uint32, "a number of arrivals or bytes")
         found = lookup_all(w, at, own=not remote)
+        totals = [lanes for _, lanes in found] if amount is None else of_each(w, amount, at)
         clock = w.released if i.has("relaxed") else w.publish()
-        for bar, lanes in found:
+        for (bar, lanes), total in zip(found, totals, strict=True):
+            if not completes and total >= bar.pending:
+                raise Misuse(f"{total} arrivals with .noComplete, which complete a phase: {bar.state()}")
             if expects:
-                expect_tx(bar, n * lanes)
+                expect_tx(bar, total)
                 arrive(bar, lanes, clock, w)
             else:
-                arrive(bar, n * lanes, clock, w)
+                arrive(bar, total, clock, w)
         w.machine.log("arrive", w, str(found[0][0].offset - SMEM_BASE))
         if target is not None:
             w.put(target, zero, 0)
@@ -329,6 +341,20 @@ def proxy_fence(i: Instruction, d: Decoder) -> Step:
         w.fence_proxy()
 
     return step
+
+
+FROM_GENERIC = "fence.proxy.async::generic"
+
+
+@instruction(f"{FROM_GENERIC}.release", f"{FROM_GENERIC}.acquire")
+def one_way_proxy_fence(i: Instruction, d: Decoder) -> Step:
+    """9.7.14.5, proxy fence (uni-directional): a release of generic accesses to shared memory of the CTA, which the
+    async proxy sees; it takes an acquire too, by the thread that issues what follows. Only the first changes what is
+    known here: whoever issues an operation must have learned of it, as of any other.
+    """
+    releases = i.opcode.startswith(f"{FROM_GENERIC}.release")
+    i.only("sync_restrict::shared::cta" if releases else "sync_restrict::shared::cluster", "cluster")
+    return lambda w: w.fence_proxy() if releases else None
 
 
 @instruction("fence.mbarrier_init")

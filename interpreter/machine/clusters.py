@@ -17,6 +17,7 @@ from .decode import DTYPES, Decoder, Step, instruction
 from .hazards import Clock, Misuse
 from .memory import addresses, refuse_barriers, shared_words, size_of
 from .parser import Instruction
+from .rules import Rule
 from .state import RANK_SHIFT, AsyncOp, Cta, Wait, Warp, lanes_of, names
 
 
@@ -54,9 +55,11 @@ def rank_of(i: Instruction, d: Decoder) -> Step:
 class ClusterBarrier:
     warps: list[Warp]
     clock: Clock
+    comes: Clock  # what those know who arrive relaxed: it tells of ends alone, without `Rule.RELAXED_END`
     arrived: set[int] = field(default_factory=set)  # warps, by index
     generation: int = 0
     done: Clock | None = None
+    over: Clock | None = None
 
     def __post_init__(self) -> None:
         self.name = f"the cluster's barrier of CTA {self.warps[0].cta.number}"
@@ -65,6 +68,7 @@ class ClusterBarrier:
         """Returns True once a phase is complete: all warps that have not ended have arrived in it."""
         if generation == self.generation and all(w.exited or w.index in self.arrived for w in self.warps):
             self.done, self.clock = self.clock, Clock(self.warps[0].machine.warp_count)
+            self.over, self.comes = self.comes, Clock(self.warps[0].machine.warp_count)
             self.arrived = set()
             self.generation += 1
             if (tape := self.warps[0].machine.tape) is not None:
@@ -84,7 +88,7 @@ def barrier_of(w: Warp) -> ClusterBarrier:
     home = w.cta.cluster[0].extra
     if "cluster barrier" not in home:
         warps = [x for cta in w.cta.cluster for x in cta.warps]
-        home["cluster barrier"] = ClusterBarrier(warps, Clock(w.machine.warp_count))
+        home["cluster barrier"] = ClusterBarrier(warps, Clock(w.machine.warp_count), Clock(w.machine.warp_count))
     bar: ClusterBarrier = home["cluster barrier"]
     return bar
 
@@ -100,7 +104,12 @@ def arrive(i: Instruction, d: Decoder) -> Step:
         if "cluster barrier phase" in w.extra:
             raise Misuse("arrives at the cluster's barrier again without having waited there")
         w.extra["cluster barrier phase"] = bar.generation
-        bar.clock.join(w.released if i.has("relaxed") else w.publish())
+        if i.has("relaxed"):
+            bar.clock.join(w.released)
+            if Rule.RELAXED_END not in w.machine.rules:
+                bar.comes.join(w.publish())
+        else:
+            bar.clock.join(w.publish())
         bar.arrived.add(w.index)
         if w.machine.tape is not None:
             w.machine.tape.arrives(bar.name)
@@ -121,8 +130,9 @@ def wait(i: Instruction, d: Decoder) -> Step:
             raise Misuse("waits at the cluster's barrier without having arrived")
         if not bar.passed(phase):
             return Wait(lambda: bar.passed(phase), bar.state)
-        assert bar.done is not None
+        assert bar.done is not None and bar.over is not None
         w.clock.join(bar.done)
+        w.cta.outlives(bar.over)
         del w.extra["cluster barrier phase"]
         if w.machine.tape is not None:
             w.machine.tape.passes(bar.name, phase)

@@ -180,7 +180,7 @@ def at_coordinates(w: Warp, slots: list[int]) -> tuple[int, ...]:
 
 
 def destination(w: Warp, slot: int, offset: int, size: int) -> tuple[Cta, int]:
-    cta, at = w.cta.at(w.uniform(slot, np.uint32, "a destination") + offset)
+    cta, at = w.cta.at(w.place(slot, "a destination") + offset)
     cta.smem_span(at, size, 128, "a tensor copy of")
     return cta, at
 
@@ -212,7 +212,7 @@ def destinations_of(
             raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
         if own and cta is not w.cta:
             raise Misuse(f"a copy to CTA {cta.number}, which takes .shared::cluster")
-        where = w.uniform(bar_slot, np.uint32, "the address of an mbarrier") + bar_offset
+        where = w.place(bar_slot, "the address of an mbarrier") + bar_offset
         home, place = w.cta.at(where)
         ctas = [cta] if mask_slot is None else ranks(w, w.uniform(mask_slot, np.uint16, "a mask of CTAs"))
         found = []
@@ -393,7 +393,7 @@ def bulk_store(i: Instruction, d: Decoder) -> Step:
         if size == 0 or size % 16:
             raise Misuse(f"a bulk copy of {size} bytes, wanted a multiple of 16")
         address = w.uniform(to, np.uint64, "a destination") + to_offset
-        cta, at = w.cta.at(w.uniform(source, np.uint32, "a source") + source_offset)
+        cta, at = w.cta.at(w.place(source, "a source") + source_offset)
         if cta is not w.cta:
             raise Misuse(f"a bulk copy out of shared memory of CTA {cta.number}, wanted this CTA's own")
         words = cta.smem_span(at, size, 16, "a bulk copy of")

@@ -26,7 +26,7 @@ def try_cancel(i: Instruction, d: Decoder) -> Step:
     def step(w: Warp) -> None:
         at = w.uniform(base, np.uint32, "a destination") + offset
         _, place = w.cta.at(at)
-        _, bar_place = w.cta.at(w.uniform(bar_base, np.uint32, "the address of an mbarrier") + bar_offset)
+        _, bar_place = w.cta.at(w.place(bar_base, "the address of an mbarrier") + bar_offset)
         ctas = w.cta.cluster if i.has(everywhere) else [w.cta]
         words = w.cta.smem_span(place, BYTES, BYTES, "an answer of")
         bars = [lookup(w, cta.rank << RANK_SHIFT | bar_place) for cta in ctas]

@@ -97,20 +97,25 @@ def load(i: Instruction, d: Decoder) -> Step:
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4", "v8")), 1)
     i.only(*SPACES, *HINTS, "v2", "v4", "v8", kind)
     size = size_of(kind)
-    held = wider_than(d.program.register_type(str(i.args[0])), kind) if space == "param" else kind
+    held = wider_than(d.program.register_type(str(i.args[0])), kind)
     targets = d.vector(i.args[0], held, sink=True)
     if len(targets) != count or space is None:
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[1])
-    dtype, total = DTYPES[f"u{8 * size}"], size * count
+    dtype, total = DTYPES[f"b{8 * size}"], size * count
     register = DTYPES[bits_of(held)]
+
+    def widened(values: Array) -> Array:
+        """As a wider register has them: 9.4.1, of a signed type with the sign."""
+        signed = kind[0] == "s" and register().itemsize > size
+        return values.view(DTYPES[kind]).astype(f"i{register().itemsize}").view(register) if signed else values
 
     def spread(w: Warp, data: Array, defined: Array | None) -> None:
         """data: uint8 [active lanes, total]."""
         values = np.ascontiguousarray(data).view(dtype)
         for n, target in enumerate(targets):
             out = np.zeros(LANES, register)
-            out[... if w.active == FULL else w.lanes] = values[:, n]
+            out[... if w.active == FULL else w.lanes] = widened(values[:, n])
             mask = FULL
             if defined is not None:
                 lanes = np.zeros(LANES, bool)
@@ -158,7 +163,7 @@ def store(i: Instruction, d: Decoder) -> Step:
     if len(sources) != count or space in (None, "param"):
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[0])
-    dtype, total = DTYPES[f"u{8 * size}"], size * count
+    dtype, total = DTYPES[f"b{8 * size}"], size * count
 
     def values(w: Warp) -> Array:
         for slot in sources:

@@ -81,7 +81,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _PLACE = re.compile(r"^[ \t]*\.(?:loc|file)\s[^\n]*", re.M)  # which end with their line
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w\d+)\s+(?:\.ptr\b[\s.\w]*?)?([\w$]+)(?:\[(\d+)\])?\s*$")
-_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)\[(\d*)\]")
+_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)(?:\[(\d*)\])?")
 _TOKEN = re.compile(r"\s*(?:(\{)|(\})|([\w$]+)\s*:(?!:)|([^;]*);)")
 _BRACKET = re.compile(r"[\[{(]")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
@@ -114,11 +114,16 @@ def parse(text: str) -> Program:
         cluster=cluster,
         params=params,
         param_bytes=offset,
-        shared={m[2]: (int(m[1] or 1), int(m[3]) if m[3] else None) for m in _SHARED.finditer(text)},
+        shared={m[2]: (int(m[1] or 1), shared_size(m[3])) for m in _SHARED.finditer(text)},
     )
     _Body(program, text, entry.end()).read()
     program.join = joins(program)
     return program
+
+
+def shared_size(count: str | None) -> int | None:
+    """The bytes of `name`, which is one, of `name[count]`, or of `name[]`: as many as the launch says."""
+    return 1 if count is None else int(count) if count else None
 
 
 def extent(directives: str, name: str) -> int | None:
@@ -182,7 +187,7 @@ class _Body:
                 for name in (x.strip() for x in m[2].split(",")):
                     ranged = re.match(r"(.*)<\d+>$", name)
                     self.program.registers[ranged[1] + "<" if ranged else self.local(name)] = m[1]
-            elif not text.startswith(".pragma"):
+            elif not text.startswith((".pragma", ".shared")):
                 raise Unsupported(f"line {self.line}: directive {text}")
             return
         try:

@@ -24,6 +24,8 @@ import numpy as np
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, Undefined
 from .parser import Address, Instruction
+from .rules import Rule
+from .scheduler import remark
 from .state import Array, AsyncOp, Cta, Warp
 from .tmem import COLUMNS, Access, group_of, issuer, members, tmem_of
 from .wgmma import TF32, Descriptor, chunks_of, element_bytes, fetch, widen
@@ -78,10 +80,19 @@ class InstructionDescriptor:
 
 @lru_cache(maxsize=256)
 def smem_descriptor(bits: int) -> Descriptor:
-    """9.7.16.4.1. In units of 16 bytes; bits 46 to 48 are 0b001."""
-    if bits >> 46 & 7 != 1 or bits >> 61 not in SWIZZLES:
+    """9.7.16.4.1. In units of 16 bytes; bits 46 to 48 are 0b001, or 0 as on Hopper (`Rule.DESCRIPTOR_VERSION`)."""
+    if bits >> 46 & 7 > 1 or bits >> 61 not in SWIZZLES:
         raise Misuse(f"shared memory descriptor 0x{bits:016x}")
     return Descriptor.of_fields(bits, 7 << 46 | 7 << 61, *SWIZZLES[bits >> 61])
+
+
+def descriptor_of(w: Warp, slot: int) -> int:
+    """A descriptor of shared memory, as this warp has it in a register."""
+    bits = w.uniform(slot, np.uint64, "a descriptor")
+    if not bits >> 46 & 7:
+        text = f"shared memory descriptor 0x{bits:016x} with 0b000 in bits 46 to 48, wanted 0b001"
+        remark(w.machine, Rule.DESCRIPTOR_VERSION, Misuse(text))
+    return bits
 
 
 @lru_cache(maxsize=1024)
@@ -163,7 +174,7 @@ def product(i: Instruction, d: Decoder) -> Step:
         a: int | Array
         place_of_a: object
         if a_address is None:
-            a = place_of_a = w.uniform(a_desc, np.uint64, "a descriptor")
+            a = place_of_a = descriptor_of(w, a_desc)
         else:
             a_row, a_column = divmod(w.uniform(a_address[0], np.uint32, "an address in TMEM") + a_address[1], 1 << 16)
             if a_row != row:
@@ -171,7 +182,7 @@ def product(i: Instruction, d: Decoder) -> Step:
             for cta in ctas:
                 tmem_of(cta).check(range(a_column, a_column + A_COLUMNS), "has A in")
             a, place_of_a = matrix(rows, a_row, a_column, A_COLUMNS * folds, folds), (a_row, a_column)
-        b = w.uniform(b_desc, np.uint64, "a descriptor")
+        b = descriptor_of(w, b_desc)
         adds = bool(w.R[accumulate][lane]) ^ negated
         operand = (b, shape.n) if ws else (place_of_a, shape.m)
         for cta in ctas:
@@ -287,9 +298,7 @@ def copy(i: Instruction, d: Decoder) -> Step:
         row, column = divmod(w.uniform(base, np.uint32, "an address in TMEM") + offset, 1 << 16)
         if row:
             raise Misuse(f"a copy to lane {row} of TMEM, wanted 0")
-        chunks, words = chunks_of(
-            smem_descriptor(w.uniform(descriptor, np.uint64, "a descriptor")), rows, bits // 16, False
-        )
+        chunks, words = chunks_of(smem_descriptor(descriptor_of(w, descriptor)), rows, bits // 16, False)
         for cta in ctas:
             tmem_of(cta).check(range(column, column + columns), "copies to")
         mine = issuer(w)

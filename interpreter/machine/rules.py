@@ -1,4 +1,4 @@
-"""Rules of the PTX manual that a B200 does not need.
+"""Rules of the PTX manual, and one that is stricter, that a B200 does not need.
 
 Kernels of others, which their makers test on B200s, break them (docs/witnesses.md). So a run has a set of rules that it
 checks: `MANUAL`, all of them, for our own kernels, because what obeys the manual runs on every chip; `CHIP`, none of
@@ -22,10 +22,15 @@ class Rule(Enum):
         "SASS has no instruction for either fence; no kernel of CUTLASS or FlashAttention 4 has any",
     )
     WAIT_LD = (
-        "registers of `tcgen05.ld` are read after `tcgen05.wait::ld` alone",
+        "registers of `tcgen05.ld` are read after `tcgen05.wait::ld` alone (more than the manual asks: 9.7.16.6.4.5)",
         "an instruction that names such a register waits for it",
         "in SASS, LDTM sets a scoreboard and `wait::ld` is an empty instruction that waits for it; compilers put uses "
         "before it",
+    )
+    LD_ORDER = (
+        "an arrival tells of a `tcgen05.ld` after `tcgen05.wait::ld` alone (9.7.16.6.4.4, 9.7.16.6.4.5)",
+        "it tells of loads whose registers the warp has used",
+        "as for `WAIT_LD`: to use a register is to wait for the load's scoreboard",
     )
     PRODUCT_ORDER = (
         "a thread's products happen in order on the same accumulator and shape alone",
@@ -73,6 +78,16 @@ class Rule(Enum):
         "TMA that completes on it",
         "a barrier of warps is enough",
         "cuDNN's attention of d 256 over named keys has neither for the mbarrier of its queries",
+    )
+    RELAXED_END = (
+        "a relaxed arrival at the cluster's barrier does not order a CTA's end after what others did in its memory",
+        "a CTA that waits there outlives what others did before they arrived",
+        "pairs of CTAs of JAX's Mosaic GPU end so",
+    )
+    DESCRIPTOR_VERSION = (
+        "bits 46 to 48 of a product's descriptor of shared memory are 0b001",
+        "0b000 does as well",
+        "all products of JAX's Mosaic GPU have 0b000 there",
     )
 
     def __init__(self, says: str, without: str, evidence: str):

@@ -13,7 +13,7 @@ import numpy as np
 
 from .hazards import Clock, Deadlock, Fault, Leak, Race
 from .rules import Rule
-from .state import Branching, Machine, Wait, Warp, names
+from .state import Branching, Machine, Side, Wait, Warp, names
 
 MAX_STEPS = 50_000_000
 LATE = 0.002  # how likely a cluster that has not begun does so
@@ -121,8 +121,10 @@ def advance(w: Warp, quantum: int) -> None:
                 if pc < 0 and (pc := leave(w)) < 0:
                     w.exited = True
                     return
+            elif w.stack and (other := another_side(w, pc, result)) is not None:
+                pc = other
             else:
-                w.waiting = result
+                w.waiting = result if not w.stack else any_side(w, result)
                 if m.moments is not None:
                     m.log("wait", w, result.why())
                 return
@@ -141,7 +143,7 @@ def branch(w: Warp, taken: int, target: int, fall: int, join: int) -> int:
         return target
     if taken == 0:
         return fall
-    w.stack.append(Branching(join, [(rest, fall)], 0))
+    w.stack.append(Branching(join, [Side(rest, fall)], 0))
     w.join = join
     w.set_active(taken)
     return target
@@ -152,13 +154,38 @@ def rejoin(w: Warp) -> int:
     top = w.stack[-1]
     top.arrived |= w.active
     if top.pending:
-        mask, pc = top.pending.pop()
-        w.set_active(mask)
-        return pc
+        return go_on(w, top.pending.pop())
     w.stack.pop()
     w.set_active(top.arrived)
     w.join = w.stack[-1].join if w.stack else -2
     return top.join
+
+
+def go_on(w: Warp, side: Side) -> int:
+    w.set_active(side.lanes)
+    return side.pc
+
+
+def another_side(w: Warp, pc: int, waits: Wait) -> int | None:
+    """The active lanes wait at `pc`. Where lanes go on that took another way and need not wait: each thread of a warp
+    makes progress of its own. Only the ways of the last branch count."""
+    sides = w.stack[-1].pending
+    free = next((n for n, x in enumerate(sides) if x.waits is None or x.waits.ready()), None)
+    if free is None:
+        return None
+    other = sides.pop(free)
+    sides.insert(0, Side(w.active, pc, waits))
+    return go_on(w, other)
+
+
+def any_side(w: Warp, waits: Wait) -> Wait:
+    """Waits until the active lanes can go on, or those of another way of the last branch."""
+    all_waits = [waits, *(x.waits for x in w.stack[-1].pending if x.waits is not None)]
+    if len(all_waits) == 1:
+        return waits
+    return Wait(
+        lambda: any(x.ready() for x in all_waits), lambda: "; other lanes wait for ".join(x.why() for x in all_waits)
+    )
 
 
 def leave(w: Warp) -> int:
@@ -167,9 +194,7 @@ def leave(w: Warp) -> int:
     while w.stack:
         top = w.stack[-1]
         if top.pending:
-            mask, pc = top.pending.pop()
-            w.set_active(mask)
-            return pc
+            return go_on(w, top.pending.pop())
         w.stack.pop()
         w.join = w.stack[-1].join if w.stack else -2
         if top.arrived:
@@ -231,6 +256,7 @@ def check_end(m: Machine) -> None:
                 and not known.ops >> op.number & 1
             ):
                 raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
+        known.join(cta.survived)
         for number, does in cta.visits.items():
             event = m.events[number]
             if not known.knows(event):

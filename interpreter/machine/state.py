@@ -242,11 +242,20 @@ class Tape(Protocol):
 
 
 @dataclass(eq=False)
+class Side:
+    """Lanes that took another way than those that run: where they go on, and what they wait for there."""
+
+    lanes: int
+    pc: int
+    waits: Wait | None = None
+
+
+@dataclass
 class Branching:
     """Sides of a branch that have not met again."""
 
     join: int  # where they meet; -1: nowhere before the end
-    pending: list[tuple[int, int]]  # (mask, pc) of sides that have not run yet
+    pending: list[Side]  # that have not reached the join
     arrived: int  # mask of the lanes that have reached the join
 
 
@@ -336,6 +345,13 @@ class Warp:
         if others.count(one) != len(others):
             raise Misuse(f"{what} differs from lane to lane: {[one, *others[:7]]} ...")
         return one
+
+    def place(self, slot: int, what: str) -> int:
+        """An address of shared memory, the same in all active lanes, in a register of 32 or of 64 bits."""
+        return self.uniform(slot, self.width(slot), what)
+
+    def width(self, slot: int) -> DTypeLike:
+        return np.uint32 if self.R[slot].itemsize == 4 else np.uint64
 
     def hold(self, slots: Iterable[int], op: object, writes: bool = True) -> None:
         """Lets `op` write (or, where not `writes`, read) these registers at any time from now until the wait."""
@@ -544,6 +560,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.extra: dict[str, Any] = {}
         self.warps: list[Warp] = []
+        self.survived = Clock(machine.warp_count)  # what it does not end before, by relaxed barriers of its cluster
         self.visits: dict[int, str] = {}  # accesses of other CTAs of the cluster to its memory: event -> "reads", ...
 
     @property
@@ -560,6 +577,10 @@ class Cta:
         if self.ended:
             raise Race(f"{does} shared memory of CTA {self.number}, which has ended")
         self.visits[actor.event() if event is None else event] = does
+
+    def outlives(self, clock: Clock) -> None:
+        """It ends after what `clock` knows of, though nothing orders its own accesses after that."""
+        self.survived.join(clock)
 
     @property
     def base(self) -> int:

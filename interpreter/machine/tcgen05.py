@@ -58,7 +58,10 @@ def wait_loads(i: Instruction, d: Decoder) -> Step:
             return Wait(lambda: all(op.done for op, _, _ in mine.loads), lambda: "its loads from TMEM")
         for load in mine.loads:
             mine.deliver(load)
+        for op in mine.used:
+            mine.waited(op)
         mine.loads.clear()
+        mine.used.clear()
         w.scoreboard = None
         return None
 
@@ -95,7 +98,7 @@ def commit(i: Instruction, d: Decoder) -> Step:
         w.demand(base, "the address of an mbarrier")
         mine = issuer(w)
         for lane in np.flatnonzero(w.lanes).tolist():
-            address = int(w.read(base, np.uint32)[lane]) + offset
+            address = int(w.read(base, w.width(base))[lane]) + offset
             bars = [lookup(w, address)]
             if mask is not None:  # the mbarriers at the same place in all CTAs of the mask
                 _, place = w.cta.at(address)

@@ -108,6 +108,7 @@ class Issuer:
     known: Clock  # for what it does to TMEM
     own: int = 0  # bits of its operations that it has waited for
     loads: list[Load] = field(default_factory=list)  # not waited for
+    used: list[AsyncOp] = field(default_factory=list)  # loads that it has not waited for, but for their registers
     stores: list[AsyncOp] = field(default_factory=list)
     products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
     product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all
@@ -126,10 +127,13 @@ class Issuer:
         if Rule.TMEM_FENCES not in self.warp.machine.rules:
             learn(self.warp.clock, op)
 
-    def deliver(self, load: Load) -> None:
-        """The registers of a load that is done."""
+    def deliver(self, load: Load, waited: bool = True) -> None:
+        """The registers of a load that is done. If they are only used, an arrival may tell nothing of the load."""
         op, slots, result = load
-        self.waited(op)
+        if waited or Rule.LD_ORDER not in self.warp.machine.rules:
+            self.waited(op)
+        else:
+            self.used.append(op)
         self.warp.release(slots, op)
         for slot, values, defined in zip(slots, result["values"], result["defined"], strict=True):
             self.warp.put(slot, values, FULL if defined.all() else mask_of(defined))
@@ -144,7 +148,7 @@ class Issuer:
         active = w.active
         w.set_active(FULL)
         for load in wanted:
-            self.deliver(load)
+            self.deliver(load, waited=False)
         w.set_active(active)
         del self.loads[: last + 1]
         w.scoreboard = self if self.loads else None

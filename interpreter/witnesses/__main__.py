@@ -107,6 +107,7 @@ def examine(x: Witness, seeds: int | None, rules: bool, faults: bool) -> dict[st
     found = dataclasses.asdict(answer(made, seeds or x.seeds))
     if rules:
         found["breaks"] = broken(made)
+        found["examined"] = [rule.name for rule in Rule]
     if faults and x.name in PLANTED:
         found["faults"] = {kind: dataclasses.asdict(count) for kind, count in plant(made).items()}
     about = {"maker": x.maker, "version": version(x.package), "what": x.what, "arch": x.arch}
@@ -123,10 +124,13 @@ def line(x: Witness, found: dict[str, Any]) -> str:
 
 
 def write(file: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Writes results into a file. Its other witnesses stay, and so do rules and faults where none were looked for."""
-    before = json.loads(file.read_text())["witnesses"] if file.exists() else {}
+    """Writes results into a file. Its other witnesses stay, with the versions of their packages. So do rules and faults
+    where none were looked for."""
+    record = json.loads(file.read_text()) if file.exists() else {"packages": {}, "witnesses": {}}
+    before = record["witnesses"]
     all_found = before | {name: before.get(name, {}) | result for name, result in found.items()}
-    packages = {name: version(name) for name in (*dict.fromkeys(x.package for x in WITNESSES), "nvidia-cutlass-dsl")}
+    used = dict.fromkeys(name for x in WITNESSES if x.name in found for name in (x.package, *x.compiler))
+    packages = record["packages"] | {name: version(name) for name in used}
     order = {x.name: all_found[x.name] for x in WITNESSES if x.name in all_found}
     record = {"packages": packages, "rules": [rule.name for rule in Rule], "witnesses": order}
     file.write_text(json.dumps(record, indent=1) + "\n")

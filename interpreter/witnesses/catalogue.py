@@ -12,6 +12,9 @@ CUTLASS, FLASH, CUDNN, FLASHINFER = (
     "nvidia-cudnn-frontend",
     "flashinfer-python",
 )
+JAX, TOKAMAX, OURS = "jax", "tokamax", "this project, compiled by jax"
+DSL, MOSAIC = ("nvidia-cutlass-dsl",), ("jaxlib", "jax-cuda12-pjrt")
+"""Packages that compile: the first CuTe DSL's, the second JAX's Mosaic GPU's."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,10 @@ class Witness:
     @property
     def package(self) -> str:
         return self.maker.split()[-1]
+
+    @property
+    def compiler(self) -> tuple[str, ...]:
+        return MOSAIC if self.maker in (JAX, TOKAMAX, OURS) else DSL
 
     def __str__(self) -> str:
         return self.name
@@ -52,6 +59,14 @@ def mla(name: str, what: str, **options: Any) -> Witness:
 
 def dsa(name: str, what: str, **options: Any) -> Witness:
     return Witness(f"dsa {name}", CUDNN, f"sparse attention, {what}", "dsa.forward", options)
+
+
+def of_mosaic(name: str, maker: str, what: str, driver: str, **options: Any) -> Witness:
+    return Witness(f"mosaic {name}", maker, what, f"mosaic.{driver}", options)
+
+
+def product(name: str, what: str, **options: Any) -> Witness:
+    return of_mosaic(f"product {name}", OURS, f"a product, {what}", "product", **options)
 
 
 PAIR = {"pair": True, "cluster": (2, 1)}
@@ -118,6 +133,23 @@ WITNESSES = (
     dsa("128", "128 heads, d 512, pairs of CTAs", h=128, d=512),
     Witness("qsa 256", CUDNN, "attention of d 256 over keys that bits name, causal", "qsa.forward"),
     Witness("mla decode", FLASHINFER, "MLA's decoding, d 512 + 64, 64 heads, pages", "mla_decode.forward"),
+    of_mosaic("gemm 128x256", JAX, "GEMM, tiles of 128 x 256, B MN-major", "matmul", n=256),
+    of_mosaic("gemm pair", JAX, "GEMM, pairs of CTAs, 256 x 256, B MN-major", "matmul", pair=True),
+    of_mosaic("ragged pair", JAX, "ragged products, pairs of CTAs", "ragged", pair=True),
+    of_mosaic("ragged", TOKAMAX, "ragged products", "ragged", tokamax=True),
+    of_mosaic("ragged pair 2", TOKAMAX, "ragged products, pairs of CTAs", "ragged", tokamax=True, pair=True),
+    of_mosaic("attention 64", TOKAMAX, "attention, d 64", "forward", d=64),
+    of_mosaic(
+        "attention 128 pair", TOKAMAX, "attention, d 128, causal, pairs", "forward", d=128, causal=True, pair=True
+    ),
+    of_mosaic("glu", TOKAMAX, "gated linear unit", "gated"),
+    product("128x256", "128 x 256", n=256),
+    product("128x256 mn", "128 x 256, B MN-major", n=256, b_in="n"),
+    product("128x64 mn", "128 x 64, A and B MN-major", n=64, a_in="m", b_in="n"),
+    product("128x64 tmem", "128 x 64, A in tensor memory", n=64, a_in="tmem"),
+    product("fp8 128x256", "128 x 256, e4m3", n=256, dtype="float8_e4m3fn"),
+    product("fp8 128x64", "128 x 64, e4m3", n=64, dtype="float8_e4m3fn"),
+    product("pair tmem", "256 x 256 of a pair, A in TMEM, B MN-major", n=256, a_in="tmem", b_in="n", pair=True),
     Witness("hopper fa3 128", FLASH, "Hopper: attention, d 128", "fa4.hopper", {"d": 128}, arch="sm_90a"),
     Witness(
         "hopper fa3 64",

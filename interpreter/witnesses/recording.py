@@ -16,7 +16,9 @@ from pathlib import Path
 
 from ..cute.launches import Argument, Launch
 from ..machine.state import Array
-from .catalogue import CLOCKED, WITNESSES, Witness
+from . import mosaic
+from .catalogue import CLOCKED, MOSAIC, WITNESSES, Witness
+from .drivers import Case
 
 PROCESSORS = 2  # of the GPU that kernels are told of
 HERE = Path(__file__).parent
@@ -24,6 +26,7 @@ CUTE = HERE.parent / "cute"
 SOURCES = (
     *sorted(HERE.glob("drivers/*.py")),
     Path(__file__),
+    *(HERE / x for x in ("mosaic.py", "libcuda.c")),
     *(CUTE / x for x in ("record.py", "recorder.c", "launches.py")),
 )
 
@@ -51,7 +54,7 @@ def cache() -> Path:
 
 def recording(witness: Witness) -> Recording:
     """Returns a witness's recording from the cache, or compiles it now; raises NotRecorded if that fails."""
-    packages = [f"{x}=={version(x)}" for x in (witness.package, "nvidia-cutlass-dsl")]
+    packages = [f"{x}=={version(x)}" for x in (witness.package, *witness.compiler)]
     contents = [path.read_bytes() for path in SOURCES]
     digest = hashlib.sha256(b"\\0".join([repr((witness, packages)).encode(), *contents])).hexdigest()
     path = cache() / f"{digest}.pickle"
@@ -64,12 +67,25 @@ def recording(witness: Witness) -> Recording:
     return pickle.loads(path.read_bytes())  # which this module has written
 
 
+def case_of(witness: Witness) -> Case:
+    module, function = witness.driver.split(".")
+    case: Case = getattr(importlib.import_module(f"{__package__}.drivers.{module}"), function)(**witness.options)
+    return case
+
+
 def compile_one(witness: Witness) -> Recording:
+    if witness.compiler is MOSAIC:
+        case = case_of(witness)
+        made = mosaic.record(case.function, case.args, list(case.wanted), witness.arch, PROCESSORS)
+        return Recording(made.launches, made.arguments, dict(case.wanted), case.tolerance, made.seconds)
+    return compile_by_dsl(witness)
+
+
+def compile_by_dsl(witness: Witness) -> Recording:
     from ..cute.record import compiled, pretend, record
 
     with pretend(PROCESSORS):
-        module, function = witness.driver.split(".")
-        case = getattr(importlib.import_module(f"{__package__}.drivers.{module}"), function)(**witness.options)
+        case = case_of(witness)
         start = time.monotonic()
         made = compiled(
             case.function,
@@ -93,3 +109,5 @@ def write() -> None:
     partial = Path(f"{file}.{os.getpid()}")
     partial.write_bytes(pickle.dumps(made))
     partial.rename(file)
+    if witness.compiler is MOSAIC:  # XLA's plugin is ended by a signal, if Python takes it down
+        os._exit(0)

@@ -1,0 +1,197 @@
+"""Kernels that JAX's Mosaic GPU compiles: those of JAX and of tokamax, and single products in text of our own."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ...machine.state import Array
+from . import TYPES, Case, attention, bare, folder, normal
+from . import causal as causal_mask
+
+BF16 = ml_dtypes.bfloat16
+OPS = "jax.experimental.pallas.ops.gpu"
+
+
+def case(function: Callable[..., Any], args: list[Array], wanted: dict[str, Array], tolerance: float) -> Case:
+    """Its kernel's results have the names of what is wanted, in their order."""
+    return Case(function, args, {}, wanted, tolerance)
+
+
+def small(*shape: int, dtype: Any = BF16, seed: int = 1, up_to: int = 2) -> Array:
+    """Integers that are small enough for exact sums."""
+    return np.random.default_rng([seed, *shape]).integers(1 - up_to, up_to, shape).astype(dtype)
+
+
+def wide(x: Array) -> Array:
+    return x.astype(np.float64)
+
+
+def matmul(*, n: int = 128, pair: bool = False, mnk: tuple[int, int, int] = (256, 256, 128)) -> Case:
+    """C[m, n] = A[m, k] B[k, n] of small integers, by tiles of 128 x n, or of 256 x 2n by a pair."""
+    a, b = small(mnk[0], mnk[2]), small(mnk[2], mnk[1], seed=2)
+
+    def function(a: Any, b: Any) -> Any:
+        module = importlib.import_module(f"{OPS}.blackwell_matmul_mgpu")
+        config = module.TuningConfig(tile_m=128, tile_n=n, tile_k=64, max_concurrent_steps=2, collective=pair)
+        return module.matmul_kernel(a, b, config)
+
+    return case(function, [a, b], {"c": wide(a) @ wide(b)}, 0.0)
+
+
+def ragged(*, pair: bool = False, tokamax: bool = False) -> Case:
+    """C[m, n] = A[m, k] B[group of m, k, n], with groups that end within tiles."""
+    sizes = np.array([100, 156], np.int32)
+    a, b = small(int(sizes.sum()), 128), small(len(sizes), 128, 256, seed=2)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    wanted = np.einsum("mk,mkn->mn", wide(a), wide(b)[group])
+
+    def of_jax(a: Any, b: Any, sizes: Any) -> Any:
+        module = importlib.import_module(f"{OPS}.blackwell_ragged_dot_mgpu")
+        dimension = importlib.import_module(f"{OPS}.blackwell_matmul_mgpu").MatmulDimension.N
+        shape = {"tile_m": 128, "tile_n": 128, "tile_k": 64, "max_concurrent_steps": 2, "epilogue_tile_n": 64}
+        config = module.TuningConfig(**shape, collective=pair, grid_tile_width=1, grid_minor_dim=dimension)
+        return module.ragged_dot_kernel(a, b, sizes, config)
+
+    def of_tokamax(a: Any, b: Any, sizes: Any) -> Any:
+        module = tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm100")
+        config = module.common.Config(block_m=128, block_n=128, block_k=64, num_stages=2, split_k=1, collective=pair)
+        return module.ragged_dot_gpu_non_quant_blackwell_kernel(a, b, sizes, a.dtype, config)
+
+    return case(of_tokamax if tokamax else of_jax, [a, b, sizes], {"c": wanted}, 0.0)
+
+
+def tokamax_module(name: str) -> Any:
+    """A module of tokamax's operations, without what its own __init__ wants."""
+    if "tokamax" not in sys.modules:
+        bare("tokamax", folder("tokamax"))
+    return importlib.import_module(f"tokamax._src.ops.{name}")
+
+
+def forward(*, d: int, causal: bool = False, pair: bool = False, s: int = 256) -> Case:
+    q, k, v = (normal(s, 1, d, seed=n) for n in (1, 2, 3))
+    scale = d**-0.5
+    o, _, _ = attention(q[None], k[None], v[None], scale, causal_mask(s, s) if causal else None)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        module = tokamax_module("attention.pallas_mosaic_gpu_kernel_sm100")
+        block_q = 256 if pair else 128
+        config = module.Config(block_q=block_q, block_kv=128, num_stages=2, collective=pair)
+        options = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": False}
+        options |= {"is_causal": causal, "logits_soft_cap": None, "logits_scale": scale}
+        options |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": config}
+        return module.flash_attention_kernel(q, k, v, None, None, None, None, **options)[0]
+
+    return case(function, [q, k, v], {"o": o[0]}, 8e-3)
+
+
+def gated(*, pair: bool = False) -> Case:
+    """silu(x W0) * (x W1)."""
+    m, k, n = 256, 128, 128
+    x, w = normal(m, k), normal(k, 2, n, seed=2, scale=k**-0.5)
+    gate, up = (wide(x) @ wide(w)[:, half] for half in (0, 1))
+
+    def function(x: Any, w: Any) -> Any:
+        import jax
+
+        module = tokamax_module("gated_linear_unit.pallas_mosaic_gpu_kernel_sm100")
+        config = module.common.Config(tile_m=128, tile_n=64, tile_k=64, num_stages=2, cluster_size_m=1 + pair)
+        return module.gated_linear_unit_sm100(x, w, activation=jax.nn.silu, config=config)
+
+    return case(function, [x, w], {"c": gate / (1 + np.exp(-gate)) * up}, 1.2e-2)
+
+
+def product(
+    *,
+    n: int,
+    k: int = 128,
+    dtype: str = "bfloat16",
+    a_in: str = "k",
+    b_in: str = "k",
+    pair: bool = False,
+) -> Case:
+    """C[m, n] = A[m, k] B[k, n] by 128 rows a CTA and one product for each 32 bytes of k. `a_in`, `b_in`: the mode that
+    is contiguous in shared memory, or "tmem".
+
+    The text is our own, in Pallas; descriptors and layouts are what Mosaic GPU makes of it.
+    """
+    m = 128 * (1 + pair)
+    a, b = small(m, k, dtype=TYPES[dtype]), small(k, n, dtype=TYPES[dtype], seed=2)
+    wanted = wide(a) @ wide(b)
+    given = [a.T if a_in == "m" else a, b.T if b_in == "k" else b]
+    function = functools.partial(product_of, m=m, n=n, k=k, a_in=a_in, b_in=b_in, pair=pair)
+    return case(function, [np.ascontiguousarray(x) for x in given], {"c": wanted}, 0.0)
+
+
+def product_of(a: Any, b: Any, *, m: int, n: int, k: int, a_in: str, b_in: str, pair: bool) -> Any:
+    import jax
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax import lax
+
+    ctas = 1 + pair
+    columns = n // ctas  # of B in a CTA
+
+    def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+        swizzle = plgpu.find_swizzle(shape[-1] * dtype.itemsize * 8)
+        tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+    def kernel(a_gmem: Any, b_gmem: Any, c_gmem: Any, **refs: Any) -> None:
+        cta = lax.axis_index("x")
+        rows, mine = pl.ds(cta * 128, 128), pl.ds(cta * columns, columns)
+        a_smem, b_smem, acc = refs["a_smem"], refs["b_smem"], refs["acc"]
+        plgpu.copy_gmem_to_smem(a_gmem.at[:, rows] if a_in == "m" else a_gmem.at[rows], a_smem, refs["loaded"])
+        plgpu.copy_gmem_to_smem(b_gmem.at[mine] if b_in == "k" else b_gmem.at[:, mine], b_smem, refs["loaded"])
+        plgpu.barrier_wait(refs["loaded"])
+        left = plgpu.transpose_ref(a_smem, (1, 0)) if a_in == "m" else a_smem
+        right = plgpu.transpose_ref(b_smem, (1, 0)) if b_in == "k" else b_smem
+        if a_in == "tmem":
+            left = refs["a_tmem"]
+            plgpu.async_store_tmem(left, plgpu.load(a_smem, (), layout=plgpu.Layout.TCGEN05))
+            plgpu.commit_tmem()
+        if pair:
+            plgpu.barrier_arrive(refs["both"])
+            plgpu.barrier_wait(refs["both"])
+
+        @pl.when(cta == 0)
+        def _() -> None:
+            axis = "x" if pair else None
+            plgpu.tcgen05_mma(acc, left, right, refs["done"], accumulate=False, collective_axis=axis)
+
+        plgpu.barrier_wait(refs["done"])
+        refs["c_smem"][...] = plgpu.async_load_tmem(acc)
+        plgpu.wait_load_tmem()
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(refs["c_smem"], c_gmem.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = {
+        "a_smem": tiled((k, 128) if a_in == "m" else (128, k), a.dtype),
+        "b_smem": tiled((columns, k) if b_in == "k" else (k, columns), b.dtype),
+        "c_smem": plgpu.SMEM((128, n), np.float32),
+        "acc": plgpu.TMEM((128, n), np.float32, collective=pair),
+        "loaded": plgpu.Barrier(num_arrivals=2),
+        "done": plgpu.Barrier(orders_tensor_core=True),
+    }
+    if a_in == "tmem":
+        scratch["a_tmem"] = plgpu.TMEM((128, k), a.dtype, packed=True, collective=pair)
+    if pair:
+        scratch["both"] = plgpu.ClusterBarrier(collective_axes=("x",), orders_tensor_core=True)
+    made = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((m, n), np.float32),
+        scratch_types=scratch,
+        grid=(1,),
+        grid_names=("one",),
+        cluster=(ctas,),
+        cluster_names=("x",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return made(a, b)
