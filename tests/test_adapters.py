@@ -185,6 +185,44 @@ def test_levanter_what_is_not_taken(levanter):
     assert jnp.isnan(o[0]).all() and not jnp.isnan(o[1]).any()
 
 
+def test_levanter_s_named_axes():
+    """`levanter.layers.attention.dot_product_attention` on its plain backend; the real package alone has named axes."""
+    theirs, hax = peer("levanter.layers.attention"), peer("haliax")
+    ours = importlib.import_module("jax_dsv4_fmha.adapters.levanter_layers")
+    batch, pos, k_pos, heads, group, size = (
+        hax.Axis(*x) for x in (("b", B), ("pos", S), ("k_pos", S), ("heads", H_KV), ("group", H_Q // H_KV), ("d", D))
+    )
+    of, segment_ids = theirs.AttentionMask, (hax.named(IDS, (batch, pos)), hax.named(IDS, (batch, k_pos)))
+
+    def run(f, mask, q, k, v, sink, **how):
+        q = hax.named(q.reshape(B, S, H_KV, -1, D), (batch, pos, heads, group, size))
+        k, v = (hax.named(x, (batch, k_pos, heads, size)) for x in (k, v))
+        sink = hax.named(sink.reshape(H_KV, -1), (heads, group))
+        o = f(pos, k_pos, size, q, k, v, mask, attn_sink=sink, scaling_factor=0.3, **how)
+        return o.rearrange((batch, pos, heads, group, size)).array.reshape(Q.shape)
+
+    for mask in (
+        None,
+        of.causal(),
+        of.causal(sliding_window=6),
+        of.causal(segment_ids=segment_ids),
+        of(segment_ids=segment_ids),
+        of.bidirectional_sliding_window(4),
+    ):
+        want = lambda *x, m=mask: run(theirs.dot_product_attention, m, *x, attn_backend="vanilla")  # noqa: E731
+        assert_same(lambda *x, m=mask: run(ours.dot_product_attention, m, *x), want, Q, K, V, SINK)
+    for mask, how in (
+        (of.causal(offset=2), {}),
+        (of.explicit(hax.ones((pos, k_pos), dtype=bool)), {}),
+        (hax.ones((pos, k_pos), dtype=bool), {}),
+        (None, {"dropout": 0.1}),
+        (None, {"logits_soft_cap": 20.0}),
+        (None, {"attn_backend": theirs.AttentionBackend.NVTE}),
+    ):
+        with pytest.raises(NotImplementedError, match="not supported"):
+            run(ours.dot_product_attention, mask, Q, K, V, SINK, **how)
+
+
 # ---- ejkernel
 
 

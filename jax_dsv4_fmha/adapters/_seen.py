@@ -35,8 +35,8 @@ def segments(q_ids: Any, kv_ids: Any = None) -> tuple[Span, jax.Array]:
     alone = -2 - np.arange(keys.shape[1], dtype=keys.dtype)  # of padding, whose tokens may stand anywhere
     keys = xp.where(keys < 0, alone, keys)
     own = Span.segments(keys)
-    apart = jnp.asarray(own.start >= own.stop).any(1)
-    return Span.segments(xp.where(q_ids < 0, -1, q_ids).astype(q_ids.dtype), keys), apart[:, None, None, None]
+    scattered = jnp.asarray(own.start >= own.stop).any(1)
+    return Span.segments(xp.where(q_ids < 0, -1, q_ids).astype(q_ids.dtype), keys), scattered[:, None, None, None]
 
 
 def known(x: Any) -> Any:

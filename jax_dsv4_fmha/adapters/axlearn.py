@@ -29,10 +29,9 @@ def register(backend: str = "gpu") -> None:
 class FMHA(BaseFlashAttention):  # type: ignore[misc]
     """`fmha` as one of AXLearn's kernels, with logit sinks.
 
-    It takes forward passes with causal masks, sliding windows and segment ids, and leaves the rest to the next kernel
-    of the list; AXLearn logs why. `backend_overrides={"implementation": …}` is the `implementation` of `fmha`.
-
-    Where a segment's tokens stand apart, or positions do not count the tokens of a segment, the batch entry gets NaN.
+    It takes forward passes with causal masks, windows and segment ids, and leaves the rest to the next kernel of the
+    list; AXLearn logs why. `backend_overrides={"implementation": …}` is `fmha`'s. A batch entry gets NaN where the
+    tokens of a segment stand in several places, or positions do not count them.
     """
 
     def is_supported(self, input_batch: Any, kv_cache_type: Any) -> bool:

@@ -72,9 +72,9 @@ def _attend(
             query, key, value, mask=mask, scale=softmax_scale, is_causal=causal, sinks=sink,
             local_window_size=None if sliding_window is None else tuple(sides), implementation=implementation,
         )  # type: ignore[return-value]  # fmt: skip
-    span, apart = within(_OP, s_q, sides[0], 0 if causal else sides[1]), None
+    span, scattered = within(_OP, s_q, sides[0], 0 if causal else sides[1]), None
     if q_segment_ids is not None:
-        of_ids, apart = segments(q_segment_ids, kv_segment_ids)
+        of_ids, scattered = segments(q_segment_ids, kv_segment_ids)
         span &= of_ids
     o, _ = fmha(query, key, value, span=span, sink=sink, scale=softmax_scale, implementation=implementation)
-    return o if apart is None else jnp.where(apart, jnp.nan, o)
+    return o if scattered is None else jnp.where(scattered, jnp.nan, o)

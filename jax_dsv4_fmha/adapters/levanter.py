@@ -39,8 +39,8 @@ def attention(
       implementation: "cubin", "reference" or None, as in `fmha`; not one of Levanter's.
 
     Raises:
-      ValueError, TypeError: operands that differ from the above, or known segment ids whose tokens stand apart. Where
-        they are traced, their batch entries get NaN.
+      ValueError, TypeError: operands that differ from the above, or known segment ids whose tokens stand in several
+        places. Where they are traced, their batch entries get NaN.
       NotImplementedError: a mask of numbers to add, or one that shows a query more than one interval of keys.
     """
     _check.implementation(_OP, implementation)
@@ -51,9 +51,9 @@ def attention(
         o = dot_product_attention(q, k, v, mask=rows, implementation=implementation)
         assert isinstance(o, jax.Array)  # because no residual is asked for
         return o
-    span, apart = (None, None) if mask is None else _span(mask, q.shape[1], k.shape[1])
+    span, scattered = (None, None) if mask is None else _span(mask, q.shape[1], k.shape[1])
     o, _ = fmha(q, k, v, span=span, implementation=implementation)
-    return o if apart is None else jnp.where(apart, jnp.nan, o)
+    return o if scattered is None else jnp.where(scattered, jnp.nan, o)
 
 
 def _span(mask: AttentionMask, s_q: int, s_kv: int) -> tuple[Span, Any]:
@@ -69,5 +69,5 @@ def _span(mask: AttentionMask, s_q: int, s_kv: int) -> tuple[Span, Any]:
     if mask.segment_ids is None:
         return span, None
     q_ids, kv_ids = (known(ids)[None] if ids.ndim == 1 else ids for ids in mask.segment_ids)
-    of_ids, apart = segments(q_ids, None if mask.segment_ids[0] is mask.segment_ids[1] else kv_ids)
-    return span & of_ids, apart
+    of_ids, scattered = segments(q_ids, None if mask.segment_ids[0] is mask.segment_ids[1] else kv_ids)
+    return span & of_ids, scattered
