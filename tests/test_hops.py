@@ -14,6 +14,7 @@ import jax_dsv4_fmha
 PACKAGE = Path(jax_dsv4_fmha.__file__).parent
 # A hop -> what it may import besides itself. Of public modules, `reference` is on the way, and `_check` at the end.
 HOPS = {
+    "adapters": {"", "_check"},
     "layers": {"", "_ops", "_dispatch", "_host", "_definitions", "_check"},
     "_ops": {"_dispatch", "_host", "reference", "_definitions", "_check"},
     "_dispatch": {"_host", "reference", "_definitions", "_check"},

@@ -1,0 +1,1 @@
+"""Adapters for others' code bases, a module each; only that module needs the other package (docs/howto)."""
