@@ -5,9 +5,10 @@ from typing import Any
 from interpreter.clocks.architecture import BLACKWELL, HOPPER
 from interpreter.kernels.native import variant_of
 from interpreter.machine.rules import Rule
+from interpreter.witnesses.opinions import FAULTS
 from interpreter.witnesses.timing import B200, GB200
 
-from .records import CLOCKS, FORMS, ORDERS, WITNESSED, percent, table, texts, wrapped
+from .records import CLOCKS, FORMS, OPINIONS, ORDERS, WITNESSED, percent, table, texts, wrapped
 
 
 def clocks_layers() -> str:
@@ -210,6 +211,15 @@ def witness_faults() -> str:
 def planted_in() -> str:
     names = [name for name, x in WITNESSED["witnesses"].items() if "faults" in x]
     return f"Planted in: {', '.join(names)}."
+
+
+def opinions() -> str:
+    """What two interpreters say of one text, and of faults planted in it."""
+    rows = []
+    for fault, by in OPINIONS.items():
+        said = (f"`{x['verdict']}`" if x["verdict"] else f"error {x['error']:.6f}" for x in (by["jax"], by["ours"]))
+        rows.append([f"{fault}: {FAULTS[fault]}" if FAULTS[fault] else "nothing", *said])
+    return table("what is changed | JAX's interpreter | ours", rows)
 
 
 def orders() -> str:

@@ -33,22 +33,24 @@ def wide(x: Array) -> Array:
     return x.astype(np.float64)
 
 
-def matmul(*, n: int = 128, pair: bool = False, mnk: tuple[int, int, int] = (256, 256, 128)) -> Case:
+def matmul(*, n: int = 128, pair: bool = False, mnk: tuple[int, int, int] = (256, 256, 128), stages: int = 2) -> Case:
     """C[m, n] = A[m, k] B[k, n] of small integers, by tiles of 128 x n, or of 256 x 2n by a pair."""
     a, b = small(mnk[0], mnk[2]), small(mnk[2], mnk[1], seed=2)
 
     def function(a: Any, b: Any) -> Any:
         module = importlib.import_module(f"{OPS}.blackwell_matmul_mgpu")
-        config = module.TuningConfig(tile_m=128, tile_n=n, tile_k=64, max_concurrent_steps=2, collective=pair)
+        config = module.TuningConfig(tile_m=128, tile_n=n, tile_k=64, max_concurrent_steps=stages, collective=pair)
         return module.matmul_kernel(a, b, config)
 
     return case(function, [a, b], {"c": wide(a) @ wide(b)}, 0.0)
 
 
-def ragged(*, pair: bool = False, tokamax: bool = False) -> Case:
+def ragged(
+    *, pair: bool = False, tokamax: bool = False, groups: tuple[int, ...] = (100, 156), k: int = 128, block_k: int = 64
+) -> Case:
     """C[m, n] = A[m, k] B[group of m, k, n], with groups that end within tiles."""
-    sizes = np.array([100, 156], np.int32)
-    a, b = small(int(sizes.sum()), 128), small(len(sizes), 128, 256, seed=2)
+    sizes = np.array(groups, np.int32)
+    a, b = small(int(sizes.sum()), k), small(len(sizes), k, 256, seed=2)
     group = np.repeat(np.arange(len(sizes)), sizes)
     wanted = np.einsum("mk,mkn->mn", wide(a), wide(b)[group])
 
@@ -61,7 +63,8 @@ def ragged(*, pair: bool = False, tokamax: bool = False) -> Case:
 
     def of_tokamax(a: Any, b: Any, sizes: Any) -> Any:
         module = tokamax_module("ragged_dot.pallas_mosaic_gpu_kernel_sm100")
-        config = module.common.Config(block_m=128, block_n=128, block_k=64, num_stages=2, split_k=1, collective=pair)
+        shape = {"block_m": 128, "block_n": 128, "block_k": block_k, "num_stages": 2, "split_k": 1}
+        config = module.common.Config(**shape, collective=pair)
         return module.ragged_dot_gpu_non_quant_blackwell_kernel(a, b, sizes, a.dtype, config)
 
     return case(of_tokamax if tokamax else of_jax, [a, b, sizes], {"c": wanted}, 0.0)
@@ -261,11 +264,8 @@ def steady_of(q: Any, k: Any, v: Any, *, tiles: int, keys: int, fault: str = "",
         lowest = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), layout.reduce(1))
         none = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), layout.reduce(1))
         _, total = lax.fori_loop(0, tiles, turn, (lowest, none))
-        refs["total"][...] = total
-        plgpu.commit_smem()
-        total = plgpu.load(refs["total"], (), layout=plgpu.Layout.TCGEN05.reduce(1))
         plgpu.barrier_wait(refs["added"])
-        o = plgpu.async_load_tmem(o_tmem, layout=plgpu.Layout.TCGEN05)
+        o = plgpu.async_load_tmem(o_tmem, layout=layout)
         plgpu.wait_load_tmem()
         refs["o_smem"][...] = o / wide_in(total, d)
         plgpu.commit_smem()
@@ -330,7 +330,6 @@ def steady_of(q: Any, k: Any, v: Any, *, tiles: int, keys: int, fault: str = "",
         "k_smem": plgpu.SMEM((slots, keys, d), q.dtype, transforms=tiled),
         "v_smem": plgpu.SMEM((slots, keys, d), q.dtype, transforms=tiled),
         "o_smem": plgpu.SMEM((rows, d), np.float32),
-        "total": plgpu.SMEM((rows,), np.float32),
         "s": plgpu.TMEM((rows, keys), np.float32),
         "p": plgpu.TMEM((rows, keys), q.dtype, packed=True),
         "o": plgpu.TMEM((rows, d), np.float32),
