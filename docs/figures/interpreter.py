@@ -1,11 +1,12 @@
 """What the interpreter says: clocks and accounts, witnesses, orders."""
 
+import re
 from typing import Any
 
 from interpreter.clocks.architecture import BLACKWELL, HOPPER
 from interpreter.kernels.native import variant_of
 from interpreter.machine.rules import Rule
-from interpreter.witnesses.opinions import FAULTS
+from interpreter.witnesses.opinions import FAULTS, WITHOUT
 from interpreter.witnesses.timing import B200, GB200
 
 from .records import CLOCKS, FORMS, OPINIONS, ORDERS, WITNESSED, percent, table, texts, wrapped
@@ -215,11 +216,23 @@ def planted_in() -> str:
 
 def opinions() -> str:
     """What two interpreters say of one text, and of faults planted in it."""
-    rows = []
-    for fault, by in OPINIONS.items():
-        said = (f"`{x['verdict']}`" if x["verdict"] else f"error {x['error']:.6f}" for x in (by["jax"], by["ours"]))
-        rows.append([f"{fault}: {FAULTS[fault]}" if FAULTS[fault] else "nothing", *said])
-    return table("what is changed | JAX's interpreter | ours", rows)
+
+    def said(found: dict[str, Any]) -> str:
+        if not (verdict := found["verdict"]):
+            return f"error {found['error']:.6f}"
+        kind = re.match(r"\w+: (?:[A-Z]+ [A-Z]+|tcgen05\.\w+)|[\w ]+", verdict)
+        return kind[0] if kind else verdict
+
+    rows = [
+        [f"{fault}: {what}" if what else "nothing", *(said(OPINIONS[fault][by]) for by in ("jax", "ours"))]
+        for fault, what in FAULTS.items()
+    ]
+    return texts("what is changed | JAX's interpreter | ours", rows)
+
+
+def opinions_apart() -> str:
+    (apart,) = (x["apart"] for x in OPINIONS[WITHOUT].values() if "apart" in x)
+    return f"Without a fault, the two answers differ by {apart:.1e} of the greatest number."
 
 
 def orders() -> str:

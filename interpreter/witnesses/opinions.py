@@ -4,8 +4,8 @@
     python -m interpreter.witnesses.opinions jax             by JAX's interpret mode; wants jax 0.12, and so Python 3.12
     python -m interpreter.witnesses.opinions jax race --record docs/opinions.json
 
-Each fault is run in a process of its own, and one that waits for ever is ended. `--answers` keeps the answers of the kernel
-without a fault in a folder, and compares them when both are there.
+Each fault is run in a process of its own, and one that waits for ever is ended. `--answers` keeps the answers of the
+kernel without a fault in a folder, and compares them when both are there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -35,13 +36,15 @@ FAULTS = {
 }
 WAITS = "waits for ever"
 SEEDS = 3
-LENGTH = 160  # of what is kept of a message
+LENGTH = 400  # of what is kept of a message
 
 
 def said(found: BaseException) -> str:
-    """The type of an exception, and how its message begins."""
-    lines = str(found).split("\n")
-    return f"{type(found).__name__}: {' '.join(' '.join(lines[:3]).split())[:LENGTH]}"
+    """The last error that a message has, without folders and clocks of threads."""
+    text = f"{type(found).__name__}: {found}"
+    last = [x.start() for x in re.finditer(r"^\s*\w+Error: ", text, re.M)][-1]
+    lines = [line for line in text[last:].splitlines() if "clock:" not in line]
+    return re.sub(r"\S*/", "", " ".join(" ".join(lines).split()))[:LENGTH]
 
 
 def installed(package: str) -> str:
@@ -84,10 +87,10 @@ def by_jax(fault: str) -> dict[str, object]:
 
 def by_ours(fault: str) -> dict[str, object]:
     """The kernel's PTX in this interpreter, in several orders of events, under the chip's rules."""
-    from . import mosaic
-    from .recording import PROCESSORS, Recording
     from ..cute.launches import run
     from ..machine.rules import CHIP
+    from . import mosaic
+    from .recording import PROCESSORS, Recording
     from .verdict import answer
 
     case = texts.steady(fault=FAULTS[fault] and fault)
@@ -155,9 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("by", choices=BY, help="which interpreter")
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)} (default: all)")
-    parser.add_argument(
-        "--idle", type=float, default=30, help="seconds without work until it counts as waiting for ever"
-    )
+    parser.add_argument("--idle", type=float, default=30, help="seconds without work that are waiting for ever")
     parser.add_argument("--answers", type=Path, metavar="FOLDER", help="keep the answers without a fault here")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found into this JSON")
     args = parser.parse_args(arguments)

@@ -201,7 +201,7 @@ def product_of(a: Any, b: Any, *, m: int, n: int, k: int, a_in: str, b_in: str, 
 
 
 def steady(*, tiles: int = 3, keys: int = 64, fault: str = "") -> Case:
-    """One tile of 128 rows of attention, d 128: S = Q K' and O += P V into tensor memory, as our own kernels' steady state.
+    """One tile of 128 rows of attention, d 128: S = Q K' and O += P V into tensor memory, as in our own kernels.
 
     The text is our own, in Pallas; descriptors and layouts are what Mosaic GPU makes of it.
     """
