@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import importlib.metadata
 import json
 import os
@@ -73,8 +74,10 @@ def by_jax(fault: str) -> dict[str, object]:
     """The kernel in JAX's interpret mode, with its detection of races."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    plgpu = importlib.import_module(
+        "jax.experimental.pallas.mosaic_gpu"
+    )  # of another version than types are checked with
     case = texts.steady(fault=FAULTS[fault] and fault)
     params = plgpu.InterpretGPUParams(detect_races=True)
     function = functools.partial(case.function, interpret=params)
