@@ -13,6 +13,7 @@ from interpreter.machine.handwritten import SMEM_BYTES
 from interpreter.machine.rules import Rule
 from interpreter.witnesses.__main__ import QUICK, chosen, parser, write
 from interpreter.witnesses.catalogue import WITNESSES
+from interpreter.witnesses.opinions import BY, FAULTS, WAITS, WITHOUT, opinion, uncompiled, uninterpreted
 from interpreter.witnesses.recording import Recording
 from interpreter.witnesses.verdict import answer, broken, difference, edits, plant
 from tests.test_ptx_product_forms import product
@@ -103,3 +104,30 @@ def test_the_page_has_every_witness():
     assert list(record["witnesses"]) == [x.name for x in WITNESSES]
     assert record["rules"] == [rule.name for rule in Rule]
     assert all(x["right"] and "breaks" in x for x in record["witnesses"].values())
+
+
+def test_two_interpreters_agree():
+    """The record has both of each fault, and each is found by both."""
+    record = json.loads((DOCS / "opinions.json").read_text())
+    assert set(record) == set(FAULTS) and all(set(found) == set(BY) for found in record.values())
+    right = record.pop(WITHOUT)
+    assert all(x["verdict"] == "" and x["error"] < 2e-3 for x in right.values())
+    assert any(x.get("apart", 1) < 1e-5 for x in right.values())
+    assert all(x["verdict"] for found in record.values() for x in found.values())
+    assert record["commit"]["jax"]["verdict"] == WAITS and "Deadlock" in record["commit"]["ours"]["verdict"]
+    assert "RACE" in record["race"]["jax"]["verdict"] and "Race" in record["race"]["ours"]["verdict"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(uninterpreted()), reason=uninterpreted() or "JAX's interpret mode")
+@pytest.mark.parametrize("fault", (WITHOUT, "race"))
+def test_the_opinion_of_jax(fault):
+    assert bool(opinion("jax", fault, 30)["verdict"]) == (fault != WITHOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(uncompiled()), reason=uncompiled() or "Mosaic GPU")
+@pytest.mark.parametrize("fault", (WITHOUT, "race"))
+def test_our_opinion(fault):
+    """In the environment of `make test-witnesses`."""
+    assert bool(opinion("ours", fault, 30)["verdict"]) == (fault != WITHOUT)

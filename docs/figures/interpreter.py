@@ -1,13 +1,15 @@
 """What the interpreter says: clocks and accounts, witnesses, orders."""
 
+import re
 from typing import Any
 
 from interpreter.clocks.architecture import BLACKWELL, HOPPER
 from interpreter.kernels.native import variant_of
 from interpreter.machine.rules import Rule
+from interpreter.witnesses.opinions import FAULTS, WITHOUT
 from interpreter.witnesses.timing import B200, GB200
 
-from .records import CLOCKS, FORMS, ORDERS, WITNESSED, percent, table, texts, wrapped
+from .records import CLOCKS, FORMS, OPINIONS, ORDERS, WITNESSED, percent, table, texts, wrapped
 
 
 def clocks_layers() -> str:
@@ -210,6 +212,27 @@ def witness_faults() -> str:
 def planted_in() -> str:
     names = [name for name, x in WITNESSED["witnesses"].items() if "faults" in x]
     return f"Planted in: {', '.join(names)}."
+
+
+def opinions() -> str:
+    """What two interpreters say of one text, and of faults planted in it."""
+
+    def said(found: dict[str, Any]) -> str:
+        if not (verdict := found["verdict"]):
+            return f"error {found['error']:.6f}"
+        kind = re.match(r"\w+: (?:[A-Z]+ [A-Z]+|tcgen05\.\w+)|[\w ]+", verdict)
+        return kind[0] if kind else verdict
+
+    rows = [
+        [f"{fault}: {what}" if what else "nothing", *(said(OPINIONS[fault][by]) for by in ("jax", "ours"))]
+        for fault, what in FAULTS.items()
+    ]
+    return texts("what is changed | JAX's interpreter | ours", rows)
+
+
+def opinions_apart() -> str:
+    (apart,) = (x["apart"] for x in OPINIONS[WITHOUT].values() if "apart" in x)
+    return f"Without a fault, the two answers differ by {apart:.1e} of the greatest number."
 
 
 def orders() -> str:

@@ -27,6 +27,7 @@ STEPS, TODAY, WITNESSED, FORMS = map(load, ("h200_steps", "h100_layer", "witness
 
 
 ORDERS, CLOCKS, EXPERTS, RAN = map(load, ("orders", "clocks", "h200_experts", "ran"))
+OPINIONS = load("opinions")
 
 
 PROFILES: dict[str, Any] = NOTED["profiles"]

@@ -150,6 +150,7 @@ WITNESSES = (
     product("fp8 128x256", "128 x 256, e4m3", n=256, dtype="float8_e4m3fn"),
     product("fp8 128x64", "128 x 64, e4m3", n=64, dtype="float8_e4m3fn"),
     product("pair tmem", "256 x 256 of a pair, A in TMEM, B MN-major", n=256, a_in="tmem", b_in="n", pair=True),
+    of_mosaic("steady 128", OURS, "attention, d 128, one tile of rows", "steady"),
     Witness("hopper fa3 128", FLASH, "Hopper: attention, d 128", "fa4.hopper", {"d": 128}, arch="sm_90a"),
     Witness(
         "hopper fa3 64",
@@ -186,5 +187,7 @@ CLOCKED = (
     long(BY_NAME["dsa 128"], s_kv=2048, topk=1152),
     long(BY_NAME["fa4 mla 2"], s_kv=1280, s_q=1),
     long(BY_NAME["fa4 mla 2 top-k"], s_kv=4096, s_q=1, topk=2048),
+    long(BY_NAME["mosaic gemm pair"], mnk=(256, 256, 2048), stages=6),
+    long(BY_NAME["mosaic ragged pair 2"], groups=(256,), k=4096, block_k=128),
 )
 """The witnesses whose clocks are compared with published times (`timing.py`)."""

@@ -37,6 +37,8 @@ PUBLISHED = {
     "fa4 128 pair long": Published(1749, B200, "FlashAttention #2605, 16k keys"),
     "fa4 mla 2 long": Published(1181, B200, "FlashAttention 4, decoding"),
     "fa4 mla 2 top-k long": Published(1180, B200, "FlashAttention 4, 4k queries, top-k 2048"),
+    "mosaic gemm pair long": Published(1562, B200, "JAX's guide to products on Blackwell, 4096 x 8192 x 4096"),
+    "mosaic ragged pair 2 long": Published(876, B200, "tokamax's autotuning, 256 groups of 1024, 7168 x 2048"),
     "dsa 64 long": Published(829, GB200, "cuDNN frontend's benchmarks, V4-Flash, 4k", 2 * 64 * 640 * 1024),
     "dsa 128 long": Published(1346, GB200, "cuDNN frontend's benchmarks, V4-Pro, 4k", 2 * 2 * 64 * 1152 * 1024),
 }
