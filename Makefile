@@ -56,6 +56,7 @@ test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the 
 
 test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for ten
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
+	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses.opinions ours
 
 test-orders: build .venv/.tools ## show that attention's kernels end in every order of events; ARGS=mha for some
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 $(BIN)/python -m interpreter.kernels.orders $(ARGS)

@@ -5,7 +5,8 @@
     python -m interpreter.witnesses.opinions jax race --record docs/opinions.json
 
 Each fault is run in a process of its own, and one that waits for ever is ended. `--answers` keeps the answers of the
-kernel without a fault in a folder, and compares them when both are there.
+kernel without a fault in a folder, and compares them when both are there. Exit status 1 if a verdict differs from that
+of `VERDICTS`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,12 @@ FAULTS = {
     "race": "P is stored before the products that read the last P are waited for",
 }
 WAITS = "waits for ever"
+VERDICTS = {  # a part of what each interpreter says
+    "commit": {"jax": WAITS, "ours": "Deadlock: "},
+    "phase": {"jax": "RACE DETECTED", "ours": "Race: tcgen05.ld"},
+    "race": {"jax": "RACE DETECTED", "ours": "Race: tcgen05.st"},
+}
+TOLERANCE = 2e-3  # of the answer without a fault, as a share of the greatest number
 SEEDS = 3
 LENGTH = 400  # of what is kept of a message
 
@@ -75,9 +83,7 @@ def by_jax(fault: str) -> dict[str, object]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    plgpu = importlib.import_module(
-        "jax.experimental.pallas.mosaic_gpu"
-    )  # of another version than types are checked with
+    plgpu = importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # types are checked with an older one
     case = texts.steady(fault=FAULTS[fault] and fault)
     params = plgpu.InterpretGPUParams(detect_races=True)
     function = functools.partial(case.function, interpret=params)
@@ -148,6 +154,13 @@ def opinion(by: str, fault: str, seconds: float) -> dict[str, object]:
     return found
 
 
+def is_expected(by: str, fault: str, found: dict[str, Any]) -> bool:
+    """True if this is the fault's own verdict; without a fault, if there is none and the answer is right."""
+    if fault == WITHOUT:
+        return found["verdict"] == "" and found["error"] < TOLERANCE
+    return VERDICTS[fault][by] in found["verdict"]
+
+
 def compared(folder: Path, by: str, o: np.ndarray) -> dict[str, object]:
     """Keeps an answer; where the other one is there, the greatest difference, as a share of the greatest number."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,16 +181,23 @@ def main(arguments: list[str] | None = None) -> int:
     if why := {"jax": uninterpreted, "ours": uncompiled}[args.by]():
         parser.error(why)
     kept = json.loads(args.record.read_text()) if args.record and args.record.exists() else {}
+    wrong = []
     for fault in args.faults or FAULTS:
         found = opinion(args.by, fault, args.idle) | {"jax": importlib.metadata.version("jax")}
         o = found.pop("o", None)
         if args.answers and fault == WITHOUT and o is not None:
             found |= compared(args.answers, args.by, np.array(o, np.float32))
         print(f"{args.by}, {fault}: {found['verdict'] or found['error']}", flush=True)
+        wrong += [] if is_expected(args.by, fault, found) else [fault]
         kept.setdefault(fault, {})[args.by] = found
         if args.record:
             args.record.write_text(json.dumps(kept, indent=1) + "\n")
-    return 0
+    for fault in wrong:
+        print(
+            f"{args.by}, {fault}: wanted {VERDICTS[fault][args.by] if fault in VERDICTS else 'the right answer'}",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
