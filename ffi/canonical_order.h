@@ -9,7 +9,7 @@
 
 namespace dsv4_fmha {
 
-// The order of sums in which the bits of a query's results depend on its own operands alone (docs/semantics.md).
+// The order of sums in which the bits of a query's results depend on its own operands alone (docs/bits.md).
 struct CanonicalOrder {
   static constexpr int64_t kNumber = 2;
   static constexpr std::string_view kArch = "sm_90a";

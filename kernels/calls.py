@@ -148,7 +148,7 @@ def attention(op: str, mode: Mode = PLAIN, sources: Arrays = (), **attributes: s
         "lse_parts: f32[b_split s_q h_q splits]",
     )
     operands = (array("q: T[b s_q h_q d]"), *(sources or SOURCES[op]), array("sink: f32[h_q]"))
-    # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
+    # order: in which a query's keys are summed (docs/bits.md), by its number; 0 for any
     attributes = SCALE | attributes | {"order": "int64"}
     if mode.rotary:
         operands, attributes = (*operands, OF_ROPE), attributes | EPS

@@ -48,9 +48,9 @@ def _moved(x: jax.Array, of: jax.Array, *wanted: Entry) -> jax.Array:
 
 
 def on_mesh(xs: T, of: jax.Array) -> T:
-    """These arrays; whole on every device of another array's Explicit mesh are those that are on no mesh.
+    """These arrays. One that is on no mesh is put whole onto every device of another array's mesh, if that is Explicit.
 
-    So are their gradients. JAX does not know how to shard the gradient of an array that is on no mesh.
+    Its gradient is whole there, too. JAX does not know how to shard the gradient of an array that is on no mesh.
     """
     if AxisType.Explicit not in jax.typeof(of).sharding.mesh.axis_types:
         return xs
