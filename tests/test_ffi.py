@@ -222,7 +222,7 @@ def test_splits_by_what_is_built(monkeypatch):
 @pytest.mark.rest
 @built
 def test_a_call_gets_the_kernel_for_the_fewest_heads(variant):
-    """Of all that there are, so it wants them all built."""
+    """Every kernel is built here, so the smallest that fits is known."""
     others = [
         v for v in FORWARD if (v.name, v.arch, v.d, v.dtype) == (variant.name, variant.arch, variant.d, variant.dtype)
     ]

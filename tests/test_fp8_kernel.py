@@ -50,7 +50,7 @@ def modelled(**how):
 
 @pytest.fixture
 def codes_by_definition(monkeypatch):
-    """What has no key is NaN."""
+    """Puts the definition in the place of `key_codes`. A slot without a key is NaN."""
 
     def made(pool, slots, packing, rope):
         rows = (dequantize_cache(pool, packing) if packing else pool).reshape(
@@ -63,7 +63,7 @@ def codes_by_definition(monkeypatch):
 
 
 def rows_of(keys, rope=False):
-    """What `key_codes` makes of keys, by definition."""
+    """Codes of keys, as `key_codes` makes them, by definition."""
     unit = e4m3.unit_of_key(keys)
 
     def in_bytes(x):
@@ -99,7 +99,7 @@ def test_what_a_kernel_is_given_is_what_the_definition_takes(case, layout, preci
 
 
 def test_sums_are_those_of_an_h100():
-    """Of 512 products, of ten kinds of numbers; lse of one key has them, but for 2e-6 of it."""
+    """Sums of 512 products, of ten kinds of numbers; lse of one key has them, but for 2e-6 of it."""
     with np.load(Path(__file__).parent / "data" / "hopper_e4m3.npz") as record:
         q, k = (jnp.asarray(record[x].view(ml_dtypes.float8_e4m3fn), jnp.float32) for x in "qk")
         want = record["sums"]
