@@ -19,6 +19,7 @@ from .abi import (
     Forward,
     GroupedProduct,
     GroupRows,
+    HyperConnection,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -268,6 +269,11 @@ VARIANTS: tuple[Variant, ...] = (
         for rows in (FEW_ROWS, ANY)
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
+    # V4-Flash's channels, and V4-Pro's
+    *(
+        HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", hidden, "bfloat16")
+        for hidden in (4096, 7168)
+    ),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

@@ -1,0 +1,407 @@
+"""Between two sublayers of a model with hyper-connections: the streams after the first, and the second one's input.
+
+    x'            = mixᵀ x + post y                          4 streams of a token, rounded
+    numbers       = fn x' / rms(x')                          24, all streams side by side
+    pre           = sigmoid(numbers[:4] s0 + b) + eps
+    z             = norm(Σ pre x')                           what the sublayer is given
+    post', mix'   = 2 sigmoid(numbers[4:8] s1 + b), Sinkhorn(numbers[8:] s2 + b)
+
+XLA makes ten kernels of it. Here a cluster of 8 CTAs has 16 tokens, and each CTA an eighth of the channels of all
+streams. They stay in registers from the first line to the fourth, so HBM sees x, y, x' and z once:
+
+    every warp     x', its part of the products | sums of warps, of CTAs | z, squares | sums | z / rms
+    one more warp                                                        | Sinkhorn of two tokens
+
+A lane holds 8 channels of two tokens as they lie in memory, and a product takes them in this order: then the order of
+k is that of neither the token nor fn, but the same for both. Products are those of tf32, twice: x' has 8 bits and is
+exact in it, and fn is the sum of its upper 11 bits and the next 11. Sums are added in one order, whatever the tokens.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from kernels.abi import HyperConnection
+from kernels.aot import Compiled
+from kernels.lib.launch import WARP, Kernel, i32, pointers
+from kernels.lib.ptx import (
+    bits_of,
+    float_of,
+    load_four_of,
+    load_four_words,
+    load_shared,
+    load_shared_four,
+    multiply_warp_tf32,
+    prefetch_bulk,
+    round_pair,
+    store_shared,
+    store_shared_four,
+    store_shared_two,
+)
+from kernels.lib.rows import ceil_div, load, store
+from kernels.lib.softmax import LOG2_E, exp2
+
+from .config import CLUSTER, GROUP, NUMBERS, PITCH, STREAMS, TOKENS, VECTOR, Config
+
+OF_CHANNELS = 1  # the named barrier of all warps that have channels
+UPPER = -(1 << 13)  # the bits that tf32 has of float32
+WORDS = VECTOR // 2  # of a lane's channels of a token's stream
+BLOCKS = NUMBERS // 8  # of a token's numbers: columns of a product
+PLACE = 4 * PITCH  # bytes of a token's sums
+MIX = STREAMS * STREAMS
+
+
+class Before(NamedTuple):
+    """The former sublayer: its streams, what it made, and how they go on."""
+
+    x: cute.Pointer  # [tokens, STREAMS, hidden]
+    y: cute.Pointer  # [tokens, hidden]
+    post: cute.Pointer  # float32 [tokens, STREAMS]
+    mix: cute.Pointer  # float32 [tokens, STREAMS, STREAMS]: of stream i, what goes to stream j
+    taken: cute.Pointer  # float32 [tokens, STREAMS]: the pre to take, where `has_taken`
+
+
+class Matrix(NamedTuple):
+    """The parameters of the connections before a sublayer."""
+
+    fn: cute.Pointer  # float32 [NUMBERS, STREAMS * hidden]
+    scale: cute.Pointer  # float32 [3]
+    base: cute.Pointer  # float32 [NUMBERS]
+    norm: cute.Pointer  # float32 [hidden], the weight of z's norm
+
+
+class Made(NamedTuple):
+    x: cute.Pointer
+    z: cute.Pointer  # [tokens, hidden]
+    pre: cute.Pointer
+    post: cute.Pointer
+    mix: cute.Pointer
+
+
+class Numbers(NamedTuple):
+    tokens: Int32
+    has_taken: Int32
+    iterations: Int32
+    eps: Float32  # of norms
+    hc_eps: Float32  # of pre and of Sinkhorn's sums
+
+
+class HyperConnectionSm90(Kernel):
+    symbol = "hyper_connection_sm90"
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        y: cute.Pointer,
+        post: cute.Pointer,
+        mix: cute.Pointer,
+        taken: cute.Pointer,
+        fn: cute.Pointer,
+        scale: cute.Pointer,
+        base: cute.Pointer,
+        norm: cute.Pointer,
+        new_x: cute.Pointer,
+        z: cute.Pointer,
+        new_pre: cute.Pointer,
+        new_post: cute.Pointer,
+        new_mix: cute.Pointer,
+        tokens: Int32,
+        has_taken: Int32,
+        iterations: Int32,
+        eps: Float32,
+        hc_eps: Float32,
+        stream: cuda.CUstream,
+    ):
+        before, matrix = Before(x, y, post, mix, taken), Matrix(fn, scale, base, norm)
+        made, n = Made(new_x, z, new_pre, new_post, new_mix), Numbers(tokens, has_taken, iterations, eps, hc_eps)
+        ctas = ceil_div(tokens, Int32(TOKENS)) * CLUSTER
+        self.launch(before, matrix, made, n, ctas=ctas, stream=stream, cluster=CLUSTER)
+
+    @cute.kernel
+    def kernel(self, before: Before, matrix: Matrix, made: Made, n: Numbers):
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank, first = cute.arch.block_idx()[0] % CLUSTER, cute.arch.block_idx()[0] // CLUSTER * TOKENS
+        smem = SmemAllocator()
+        sums, of_cta, totals, squares = (
+            smem.allocate_array(Float32, count, byte_alignment=16).toint()
+            for count in (c.warps * TOKENS * PITCH, TOKENS * PITCH, TOKENS * PITCH, (c.warps + 2) * TOKENS)
+        )
+        if thread < NUMBERS * STREAMS:  # fn does not depend on the launch before
+            row = (matrix.fn + (Int64(thread) * c.hidden + rank * c.channels)).toint()
+            prefetch_bulk(row, 4 * c.channels)
+        cute.arch.griddepcontrol_wait()
+        streams = cute.make_rmem_tensor((WORDS, 2, STREAMS, c.groups), Uint32)
+        if warp < c.warps:
+            self.mixed(streams, before, made, rank, first, n)
+            self.multiply(streams, matrix, rank, sums)
+            cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
+            if thread < TOKENS * PITCH // 4:
+                of_warps = [load_shared_four(sums + i * TOKENS * PLACE + thread * 16) for i in range(c.warps)]
+                store_shared_four(of_cta + thread * 16, *added(of_warps))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if thread < TOKENS * PITCH // 4:
+            of_ctas = [load_four_of(of_cta + thread * 16, i) for i in range(CLUSTER)]
+            store_shared_four(totals + thread * 16, *added(of_ctas))
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < c.warps:
+            self.join(streams, totals, squares, before, matrix, made, rank, first, n)
+        else:
+            cute.arch.cluster_arrive()
+            self.finish(totals, matrix, made, rank, first, n)
+            cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()  # nobody leaves while others read its sums
+
+    def channel(self, rank: Int32, group: int) -> Int32:
+        """Returns a lane's first channel of a group."""
+        c, warp, lane = self.config, cute.arch.warp_idx(), cute.arch.lane_idx()
+        return rank * c.channels + (warp * c.groups + group) * GROUP + lane % 4 * VECTOR
+
+    @cute.jit
+    def mixed(self, streams: cute.Tensor, before: Before, made: Made, rank: Int32, first: Int32, n: Numbers):
+        """streams <- x' of a lane's channels, two tokens, which also goes to memory."""
+        c, row = self.config, cute.arch.lane_idx() // 4
+        for half in cutlass.range_constexpr(2):
+            token = first + half * 8 + row
+            at = Int64(cutlass.min(token, n.tokens - 1))
+            post, mix = numbers_of(before.post + at * STREAMS, STREAMS), numbers_of(before.mix + at * MIX, MIX)
+            for group in cutlass.range_constexpr(c.groups):
+                channel = self.channel(rank, group)
+                y = words_of(before.y + (at * c.hidden + channel))
+                xs = [words_of(before.x + ((at * STREAMS + j) * c.hidden + channel)) for j in range(STREAMS)]
+                for i in cutlass.range_constexpr(STREAMS):
+                    out = streams[None, half, i, group]
+                    for w in cutlass.range_constexpr(WORDS):
+                        total = [post[i] * v for v in pair(y[w])]
+                        for j in cutlass.range_constexpr(STREAMS):
+                            total = [t + mix[STREAMS * j + i] * v for t, v in zip(total, pair(xs[j][w]), strict=True)]
+                        out[w] = round_pair(total[0], total[1], self.dtype)
+                    if token < n.tokens:
+                        put_words(made.x + ((at * STREAMS + i) * c.hidden + channel), out)
+
+    @cute.jit
+    def multiply(self, streams: cute.Tensor, matrix: Matrix, rank: Int32, sums: Int32):
+        """The warp's part of its tokens' numbers, and of their sums of squares, into shared memory."""
+        c, lane = self.config, cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        acc = cute.make_rmem_tensor((4, BLOCKS), Float32)
+        acc.fill(0.0)
+        squares = [Float32(0.0), Float32(0.0)]
+        for group in cutlass.range_constexpr(c.groups):
+            for i in cutlass.range_constexpr(STREAMS):
+                for w in cutlass.range_constexpr(WORDS):
+                    if cutlass.const_expr(w % 2 == 0):  # 16 bytes of a row of fn at a time
+                        of_fn = [self.of_fn(matrix, rank, group, i, block, 2 * w) for block in range(BLOCKS)]
+                    both = [pair_bits(streams[w, half, i, group]) for half in range(2)]
+                    a = (both[0][0], both[1][0], both[0][1], both[1][1])
+                    for half in cutlass.range_constexpr(2):
+                        u, v = (float_of(x) for x in both[half])
+                        squares[half] = squares[half] + u * u + v * v
+                    for block in cutlass.range_constexpr(BLOCKS):
+                        words = of_fn[block][w % 2 * 2 : w % 2 * 2 + 2]
+                        upper = [word & UPPER for word in words]
+                        rest = [float_of(word) - float_of(high) for word, high in zip(words, upper, strict=True)]
+                        total = multiply_warp_tf32(tuple(acc[r, block] for r in range(4)), a, tuple(upper))
+                        total = multiply_warp_tf32(total, a, tuple(bits_of(x) & UPPER for x in rest))
+                        for r in cutlass.range_constexpr(4):
+                            acc[r, block] = total[r]
+        for half in cutlass.range_constexpr(2):
+            place = sums + warp * TOKENS * PLACE + (half * 8 + lane // 4) * PLACE
+            for block in cutlass.range_constexpr(BLOCKS):
+                store_shared_two(place + lane % 4 * 8, block * 32, acc[2 * half, block], acc[2 * half + 1, block])
+            total = of_quad(squares[half])
+            if lane % 4 == 0:
+                store_shared_four(place + 4 * NUMBERS, total, Float32(0.0), Float32(0.0), Float32(0.0))
+
+    def of_fn(self, matrix: Matrix, rank: Int32, group: int, stream: int, block: int, first: int) -> tuple:
+        """The words of four neighbouring channels, of the row of fn that a lane's column of a product is."""
+        row = Int64(block * 8 + cute.arch.lane_idx() // 4) * STREAMS + stream
+        return load_four_words((matrix.fn + (row * self.config.hidden + self.channel(rank, group) + first)).toint())
+
+    @cute.jit
+    def join(
+        self,
+        streams: cute.Tensor,
+        totals: Int32,
+        squares: Int32,
+        before: Before,
+        matrix: Matrix,
+        made: Made,
+        rank: Int32,
+        first: Int32,
+        n: Numbers,
+    ):
+        """z of a lane's channels: the streams as one, divided by the root mean square of all channels."""
+        c, lane = self.config, cute.arch.lane_idx()
+        thread, row = cute.arch.thread_idx()[0], lane // 4
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        joined = cute.make_rmem_tensor((WORDS, 2, c.groups), Uint32)
+        for half in cutlass.range_constexpr(2):
+            at = Int64(cutlass.min(first + half * 8 + row, n.tokens - 1))
+            pre = cute.make_rmem_tensor(STREAMS, Float32)
+            if n.has_taken > 0:
+                given = numbers_of(before.taken + at * STREAMS, STREAMS)
+                for i in cutlass.range_constexpr(STREAMS):
+                    pre[i] = given[i]
+            else:
+                place = totals + (half * 8 + row) * PLACE
+                of_token, factor = load_shared_four(place), c_factor(load_shared(place + 4 * NUMBERS), c.hidden, n.eps)
+                scale = load(matrix.scale)
+                for i in cutlass.range_constexpr(STREAMS):
+                    pre[i] = sigmoid(of_token[i] * factor * scale + load(matrix.base + i)) + n.hc_eps
+            of_row = Float32(0.0)
+            for group in cutlass.range_constexpr(c.groups):
+                for w in cutlass.range_constexpr(WORDS):
+                    total = [Float32(0.0), Float32(0.0)]
+                    for i in cutlass.range_constexpr(STREAMS):
+                        of_stream = pair(streams[w, half, i, group])
+                        total = [t + pre[i] * v for t, v in zip(total, of_stream, strict=True)]
+                    joined[w, half, group] = round_pair(total[0], total[1], self.dtype)
+                    u, v = pair(joined[w, half, group])
+                    of_row = of_row + u * u + v * v
+            of_row = of_quad(of_row)
+            if lane % 4 == 0:
+                store_shared(squares + (warp * TOKENS + half * 8 + row) * 4, of_row)
+        cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
+        of_cta = squares + c.warps * TOKENS * 4
+        if thread < TOKENS:
+            of_warps = [(load_shared(squares + (i * TOKENS + thread) * 4),) for i in range(c.warps)]
+            store_shared(of_cta + thread * 4, *added(of_warps))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        of_cluster = of_cta + TOKENS * 4
+        if thread < TOKENS // 4:
+            store_shared_four(
+                of_cluster + thread * 16, *added([load_four_of(of_cta + thread * 16, i) for i in range(CLUSTER)])
+            )
+        cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
+        for half in cutlass.range_constexpr(2):
+            token = first + half * 8 + row
+            factor = cute.math.rsqrt(
+                load_shared(of_cluster + (half * 8 + row) * 4) * (1.0 / c.hidden) + n.eps, fastmath=True
+            )
+            for group in cutlass.range_constexpr(c.groups):
+                channel, out = self.channel(rank, group), cute.make_rmem_tensor(WORDS, Uint32)
+                norm = numbers_of(matrix.norm + channel, VECTOR)
+                for w in cutlass.range_constexpr(WORDS):
+                    u, v = pair(joined[w, half, group])
+                    out[w] = round_pair(u * factor * norm[2 * w], v * factor * norm[2 * w + 1], self.dtype)
+                if token < n.tokens:
+                    put_words(made.z + (Int64(token) * c.hidden + channel), out)
+
+    @cute.jit
+    def finish(self, totals: Int32, matrix: Matrix, made: Made, rank: Int32, first: Int32, n: Numbers):
+        """The numbers of a CTA's two tokens, a lane each."""
+        c, lane = self.config, cute.arch.lane_idx()
+        of_rank = rank * (TOKENS // CLUSTER) + lane
+        token = first + of_rank
+        if (lane < TOKENS // CLUSTER) & (token < n.tokens):
+            place = totals + of_rank * PLACE
+            factor = c_factor(load_shared(place + 4 * NUMBERS), c.hidden, n.eps)
+            numbers = cute.make_rmem_tensor(NUMBERS, Float32)
+            for block in cutlass.range_constexpr(NUMBERS // 4):
+                scale = load(matrix.scale + min(block, 2))
+                found = load_shared_four(place + block * 16)
+                for i in cutlass.range_constexpr(4):
+                    at = 4 * block + i
+                    numbers[at] = found[i] * factor * scale + load(matrix.base + at)
+            at = Int64(token)
+            for i in cutlass.range_constexpr(STREAMS):
+                store(made.pre + (at * STREAMS + i), sigmoid(numbers[i]) + n.hc_eps)
+                store(made.post + (at * STREAMS + i), 2.0 * sigmoid(numbers[STREAMS + i]))
+            mix = cute.make_rmem_tensor(MIX, Float32)
+            for i in cutlass.range_constexpr(STREAMS):
+                of_row = [numbers[2 * STREAMS + STREAMS * i + j] for j in range(STREAMS)]
+                most = of_row[0]
+                for x in of_row[1:]:
+                    most = cutlass.max(most, x)
+                powers = [exp2((x - most) * LOG2_E) for x in of_row]
+                inverse = 1.0 / (powers[0] + powers[1] + powers[2] + powers[3])
+                for j in cutlass.range_constexpr(STREAMS):
+                    mix[STREAMS * i + j] = powers[j] * inverse + n.hc_eps
+            divide_by_sums(mix, STREAMS, 1, n.hc_eps)
+            for _ in cutlass.range(n.iterations - 1, unroll=1):
+                divide_by_sums(mix, 1, STREAMS, n.hc_eps)
+                divide_by_sums(mix, STREAMS, 1, n.hc_eps)
+            for i in cutlass.range_constexpr(MIX):
+                store(made.mix + (at * MIX + i), mix[i])
+
+    def examples(self, variant: HyperConnection) -> tuple:
+        given = pointers(variant.dtype, "x", "y", *["float32"] * 7)
+        made = pointers(variant.dtype, "x", "z", *["float32"] * 3)
+        return *given, *made, i32(), i32(), i32(), Float32(1e-6), Float32(1e-6)
+
+
+def divide_by_sums(mix: cute.Tensor, step: int, stride: int, eps: Float32) -> None:
+    """Divides the numbers of each row (step 1) or column (step STREAMS) by their sum."""
+    for i in range(STREAMS):
+        of_sum = [i * stride + j * step for j in range(STREAMS)]
+        a, b, c, d = (mix[x] for x in of_sum)
+        inverse = cute.arch.rcp_approx((a + b) + (c + d) + eps)
+        for x in of_sum:
+            mix[x] = mix[x] * inverse
+
+
+def c_factor(squares: Float32, hidden: int, eps: Float32) -> Float32:
+    """Returns what numbers of streams are multiplied by: 1 / rms, of all streams side by side."""
+    return cute.math.rsqrt(squares * (1.0 / (STREAMS * hidden)) + eps, fastmath=True)
+
+
+def added(parts: list[tuple]) -> list:
+    """The sums of parts, in their order."""
+    total, *others = parts
+    for part in others:
+        total = [a + b for a, b in zip(total, part, strict=True)]
+    return list(total)
+
+
+def sigmoid(x: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + exp2(-x * LOG2_E))
+
+
+def of_quad(x: Float32) -> Float32:
+    """The sum over the four lanes that share a row of a product."""
+    for offset in (1, 2):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
+    return x
+
+
+def pair_bits(word: Uint32) -> tuple[Int32, Int32]:
+    """A pair of bfloat16 as the bits of two float32."""
+    return Int32(word << Uint32(16)), Int32(word & Uint32(0xFFFF0000))
+
+
+def pair(word: Uint32) -> tuple[Float32, Float32]:
+    low, high = pair_bits(word)
+    return float_of(low), float_of(high)
+
+
+def words_of(source: cute.Pointer) -> list[Uint32]:
+    """The words of a lane's channels, loaded where this stands."""
+    return [Uint32(word) for word in load_four_words(source.toint())]
+
+
+def put_words(target: cute.Pointer, words: cute.Tensor) -> None:
+    place = cute.recast_ptr(target, dtype=Uint32).align(16)
+    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(WORDS)))
+
+
+def numbers_of(source: cute.Pointer, count: int) -> cute.Tensor:
+    """float32 numbers, a multiple of four."""
+    numbers = cute.make_rmem_tensor(count, Float32)
+    cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(count)), numbers)
+    return numbers
+
+
+def compile(variant: HyperConnection, out_dir: Path) -> Compiled:
+    config = Config(variant.dtype, variant.hidden)
+    return HyperConnectionSm90(config).compile(variant, out_dir, cluster=CLUSTER)
