@@ -27,7 +27,7 @@ struct HyperConnection {
     }
     const auto at = AddressesOf<HyperConnectionAddresses>(call);
     auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, kernels.front()->TilesOn(stream.device), at);
-    return Launch(kernels.front(), stream, plan);
+    return Launch(kernels.front(), stream, plan, /*overlaps=*/true);
   }
 };
 

@@ -1,5 +1,6 @@
 """The kernel of hyper-connections, interpreted: right answers, the same bits in any company, and planted faults."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import native
 from interpreter.kernels.hyper_connection import Problem, judge, results
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Fault, Race, Undefined
+from interpreter.machine.hazards import Fault, Misuse, Race, Undefined
 from kernels.abi import HyperConnection
 
 BUILT = {v.key: v for v in native.built(HyperConnection)}
@@ -71,13 +72,15 @@ def fault(name, raises, says, edit=None, is_taken=False, **parameters):
 
 
 def without_lower_parts(ptx):
-    """fn's lower bits are 0: those of the third and fourth word of each four that are masked."""
-    count = iter(range(10**6))
-    return edits.replace(
-        ptx,
-        r"and\.b32\s+(%r\d+), %r\d+, -8192;",
-        lambda m: m[0] if next(count) % 4 < 2 else f"mov.b32 {m[1]}, 0;",
-    )
+    """fn's lower bits are 0: the masked bits of a difference, and not those that were loaded."""
+    differences = set(re.findall(r"mov\.b32 (%r\d+), %f?r?\d+;", ptx))
+    pattern = re.compile(r"and\.b32\s+(%r\d+), (%r\d+), -8192;")
+    return pattern.sub(lambda m: f"mov.b32 {m[1]}, 0;" if m[2] in differences else m[0], ptx)
+
+
+def without_waits(which):
+    """Nobody waits for sums that other CTAs send, or for squares."""
+    return lambda ptx: edits.drop_waits(ptx, {edits.barriers(ptx)[which]})
 
 
 def without(pattern, which=slice(None)):
@@ -85,22 +88,12 @@ def without(pattern, which=slice(None)):
 
 
 CLUSTER, BARRIER = r"barrier\.cluster\.(arrive|wait)", r"bar(rier)?\.sync\s+1,"
-FIRST, LAST = slice(0, 2), slice(-2, None)
 FAULTS = [
     fault("fn in 11 bits", Wrong, "new_pre", without_lower_parts),
-    fault(
-        "nobody waits for the sums of other CTAs",
-        Race,
-        "nothing tells that it has begun",
-        without(CLUSTER, FIRST),
-    ),
-    fault("a CTA leaves while others read its sums", Race, "nothing orders that after", without(CLUSTER, LAST)),
-    fault(
-        "nobody waits for sums of other warps",
-        (Race, Undefined),
-        "reads",
-        without(BARRIER, slice(0, 1)),
-    ),
+    fault("a CTA sends before another one has barriers", Misuse, "initialisation", without(CLUSTER)),
+    fault("nobody waits for sums of other CTAs", (Race, Undefined), "reads", without_waits(0)),
+    fault("nobody waits for squares of other CTAs", (Race, Undefined), "reads|ends while", without_waits(1)),
+    fault("nobody waits for sums of other warps", (Race, Undefined), "reads", without(BARRIER, slice(0, 1))),
     fault("the new pre in place of the one that is given", Wrong, "z:", is_taken=True, has_taken=lambda n: 0),
     fault("an iteration too few", Wrong, "new_mix", iterations=lambda n: n - 1),
     fault("a token too few", (Wrong, Fault), "are wrong|nobody wrote", tokens=lambda n: n - 1),

@@ -34,6 +34,11 @@ class Config:
         return 1 if self.channels <= MOST_WARPS * GROUP else 2
 
     @property
+    def at_once(self) -> int:
+        """Pairs of channels that a lane mixes at a time, of all streams: fewer where x' takes more registers."""
+        return VECTOR // 2 // self.groups
+
+    @property
     def warps(self) -> int:
         """Warps that have channels; one more makes mixes doubly stochastic meanwhile."""
         return self.channels // (self.groups * GROUP)
@@ -44,8 +49,8 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """The sums of each warp, of the CTA and of the cluster; then squares of the same."""
-        return 4 * TOKENS * (PITCH + 1) * (self.warps + 2)
+        """The sums of each warp, of each CTA and of the cluster; squares of the same; barriers."""
+        return 4 * TOKENS * (PITCH + 1) * (self.warps + CLUSTER + 1) + 64
 
     @property
     def launch_options(self) -> dict[str, int]:

@@ -30,19 +30,22 @@ from kernels.abi import HyperConnection
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, Kernel, i32, pointers
 from kernels.lib.ptx import (
+    address_in,
     bits_of,
     float_of,
-    load_four_of,
     load_four_words,
     load_shared,
     load_shared_four,
+    load_words,
     multiply_warp_tf32,
     prefetch_bulk,
     round_pair,
+    send_words,
     store_shared,
     store_shared_four,
     store_shared_two,
 )
+from kernels.lib.pipeline import Ring
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
 
@@ -53,6 +56,7 @@ UPPER = -(1 << 13)  # the bits that tf32 has of float32
 WORDS = VECTOR // 2  # of a lane's channels of a token's stream
 BLOCKS = NUMBERS // 8  # of a token's numbers: columns of a product
 PLACE = 4 * PITCH  # bytes of a token's sums
+SUMS = TOKENS * PITCH
 MIX = STREAMS * STREAMS
 
 
@@ -129,10 +133,17 @@ class HyperConnectionSm90(Kernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, first = cute.arch.block_idx()[0] % CLUSTER, cute.arch.block_idx()[0] // CLUSTER * TOKENS
         smem = SmemAllocator()
-        sums, of_cta, totals, squares = (
+        sums, totals, of_tokens, squares, of_squares = (
             smem.allocate_array(Float32, count, byte_alignment=16).toint()
-            for count in (c.warps * TOKENS * PITCH, TOKENS * PITCH, TOKENS * PITCH, (c.warps + 2) * TOKENS)
+            for count in (c.warps * SUMS, SUMS, CLUSTER * SUMS, c.warps * TOKENS, CLUSTER * TOKENS)
         )
+        ring = Ring(*(smem.allocate_array(Int64, 2) for _ in range(2)), 2)  # of the sums, and of squares
+        if thread == 0:
+            ring.initialise(1, 1)
+            for which, count in enumerate((SUMS, TOKENS)):
+                ring.at(Int32(which)).expect_full(4 * CLUSTER * count)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
         if thread < NUMBERS * STREAMS:  # fn does not depend on the launch before
             row = (matrix.fn + (Int64(thread) * c.hidden + rank * c.channels)).toint()
             prefetch_bulk(row, 4 * c.channels)
@@ -142,24 +153,20 @@ class HyperConnectionSm90(Kernel):
             self.mixed(streams, before, made, rank, first, n)
             self.multiply(streams, matrix, rank, sums)
             cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
-            if thread < TOKENS * PITCH // 4:
-                of_warps = [load_shared_four(sums + i * TOKENS * PLACE + thread * 16) for i in range(c.warps)]
-                store_shared_four(of_cta + thread * 16, *added(of_warps))
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if thread < TOKENS * PITCH // 4:
-            of_ctas = [load_four_of(of_cta + thread * 16, i) for i in range(CLUSTER)]
-            store_shared_four(totals + thread * 16, *added(of_ctas))
+        cute.arch.cluster_wait()  # barriers of all CTAs are there
+        if thread < SUMS // 4:
+            send_sums(sums, of_tokens, ring.at(Int32(0)).full, rank, thread, c.warps, SUMS)
+            ring.at(Int32(0)).wait_full()
+            parts = [load_shared_four(of_tokens + i * 4 * SUMS + thread * 16) for i in range(CLUSTER)]
+            store_shared_four(totals + thread * 16, *added(parts))
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < c.warps:
-            self.join(streams, totals, squares, before, matrix, made, rank, first, n)
+            self.join(
+                streams, totals, squares, of_squares, ring.at(Int32(1)).full, before, matrix, made, rank, first, n
+            )
         else:
-            cute.arch.cluster_arrive()
             self.finish(totals, matrix, made, rank, first, n)
-            cute.arch.cluster_wait()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()  # nobody leaves while others read its sums
 
     def channel(self, rank: Int32, group: int) -> Int32:
         """Returns a lane's first channel of a group."""
@@ -173,20 +180,27 @@ class HyperConnectionSm90(Kernel):
         for half in cutlass.range_constexpr(2):
             token = first + half * 8 + row
             at = Int64(cutlass.min(token, n.tokens - 1))
-            post, mix = numbers_of(before.post + at * STREAMS, STREAMS), numbers_of(before.mix + at * MIX, MIX)
+            post, mix = (before.post + at * STREAMS).toint(), (before.mix + at * MIX).toint()
+            of_y = [float_of(x) for x in load_four_words(post)]
+            of_xs = [[float_of(x) for x in load_four_words(mix + 16 * j)] for j in range(STREAMS)]
             for group in cutlass.range_constexpr(c.groups):
                 channel = self.channel(rank, group)
-                y = words_of(before.y + (at * c.hidden + channel))
-                xs = [words_of(before.x + ((at * STREAMS + j) * c.hidden + channel)) for j in range(STREAMS)]
+                for part in cutlass.range_constexpr(c.groups):  # as many words at a time as registers are free for
+                    words, at_once = range(part * c.at_once, (part + 1) * c.at_once), 2 * c.at_once
+                    y = words_of(before.y + (at * c.hidden + channel + part * at_once), c.at_once)
+                    xs = [
+                        words_of(before.x + ((at * STREAMS + j) * c.hidden + channel + part * at_once), c.at_once)
+                        for j in range(STREAMS)
+                    ]
+                    for i in cutlass.range_constexpr(STREAMS):
+                        for k, w in enumerate(words):
+                            total = [of_y[i] * v for v in pair(y[k])]
+                            for j in cutlass.range_constexpr(STREAMS):
+                                total = [t + of_xs[j][i] * v for t, v in zip(total, pair(xs[j][k]), strict=True)]
+                            streams[w, half, i, group] = round_pair(total[0], total[1], self.dtype)
                 for i in cutlass.range_constexpr(STREAMS):
-                    out = streams[None, half, i, group]
-                    for w in cutlass.range_constexpr(WORDS):
-                        total = [post[i] * v for v in pair(y[w])]
-                        for j in cutlass.range_constexpr(STREAMS):
-                            total = [t + mix[STREAMS * j + i] * v for t, v in zip(total, pair(xs[j][w]), strict=True)]
-                        out[w] = round_pair(total[0], total[1], self.dtype)
                     if token < n.tokens:
-                        put_words(made.x + ((at * STREAMS + i) * c.hidden + channel), out)
+                        put_words(made.x + ((at * STREAMS + i) * c.hidden + channel), streams[None, half, i, group])
 
     @cute.jit
     def multiply(self, streams: cute.Tensor, matrix: Matrix, rank: Int32, sums: Int32):
@@ -198,24 +212,27 @@ class HyperConnectionSm90(Kernel):
         squares = [Float32(0.0), Float32(0.0)]
         for group in cutlass.range_constexpr(c.groups):
             for i in cutlass.range_constexpr(STREAMS):
-                for w in cutlass.range_constexpr(WORDS):
-                    if cutlass.const_expr(w % 2 == 0):  # 16 bytes of a row of fn at a time
-                        of_fn = [self.of_fn(matrix, rank, group, i, block, 2 * w) for block in range(BLOCKS)]
-                    both = [pair_bits(streams[w, half, i, group]) for half in range(2)]
-                    a = (both[0][0], both[1][0], both[0][1], both[1][1])
-                    for half in cutlass.range_constexpr(2):
-                        u, v = (float_of(x) for x in both[half])
-                        squares[half] = squares[half] + u * u + v * v
+                for part in cutlass.range_constexpr(WORDS // 2):  # 16 bytes of a row of fn at a time
+                    operands = []
+                    for w in cutlass.range_constexpr(2 * part, 2 * part + 2):
+                        low, high = (pair_bits(streams[w, half, i, group]) for half in range(2))
+                        operands.append((low[0], high[0], low[1], high[1]))
+                        for half, bits in enumerate((low, high)):
+                            u, v = (float_of(x) for x in bits)
+                            squares[half] = squares[half] + u * u + v * v
                     for block in cutlass.range_constexpr(BLOCKS):
-                        words = of_fn[block][w % 2 * 2 : w % 2 * 2 + 2]
+                        words = self.of_fn(matrix, rank, group, i, block, 4 * part)
                         upper = [word & UPPER for word in words]
                         rest = [float_of(word) - float_of(high) for word, high in zip(words, upper, strict=True)]
-                        total = multiply_warp_tf32(tuple(acc[r, block] for r in range(4)), a, tuple(upper))
-                        total = multiply_warp_tf32(total, a, tuple(bits_of(x) & UPPER for x in rest))
+                        lower = [bits_of(x) & UPPER for x in rest]
+                        total = tuple(acc[r, block] for r in range(4))
+                        for k in cutlass.range_constexpr(2):
+                            total = multiply_warp_tf32(total, operands[k], tuple(upper[2 * k : 2 * k + 2]))
+                            total = multiply_warp_tf32(total, operands[k], tuple(lower[2 * k : 2 * k + 2]))
                         for r in cutlass.range_constexpr(4):
                             acc[r, block] = total[r]
         for half in cutlass.range_constexpr(2):
-            place = sums + warp * TOKENS * PLACE + (half * 8 + lane // 4) * PLACE
+            place = sums + warp * 4 * SUMS + (half * 8 + lane // 4) * PLACE
             for block in cutlass.range_constexpr(BLOCKS):
                 store_shared_two(place + lane % 4 * 8, block * 32, acc[2 * half, block], acc[2 * half + 1, block])
             total = of_quad(squares[half])
@@ -233,6 +250,8 @@ class HyperConnectionSm90(Kernel):
         streams: cute.Tensor,
         totals: Int32,
         squares: Int32,
+        of_squares: Int32,
+        barrier: cute.Pointer,
         before: Before,
         matrix: Matrix,
         made: Made,
@@ -272,23 +291,13 @@ class HyperConnectionSm90(Kernel):
             if lane % 4 == 0:
                 store_shared(squares + (warp * TOKENS + half * 8 + row) * 4, of_row)
         cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
-        of_cta = squares + c.warps * TOKENS * 4
-        if thread < TOKENS:
-            of_warps = [(load_shared(squares + (i * TOKENS + thread) * 4),) for i in range(c.warps)]
-            store_shared(of_cta + thread * 4, *added(of_warps))
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        of_cluster = of_cta + TOKENS * 4
         if thread < TOKENS // 4:
-            store_shared_four(
-                of_cluster + thread * 16, *added([load_four_of(of_cta + thread * 16, i) for i in range(CLUSTER)])
-            )
-        cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
+            send_sums(squares, of_squares, barrier, rank, thread, c.warps, TOKENS)
+        cute.arch.mbarrier_wait(barrier, 0)  # nobody sends more to this CTA, which may leave
         for half in cutlass.range_constexpr(2):
             token = first + half * 8 + row
-            factor = cute.math.rsqrt(
-                load_shared(of_cluster + (half * 8 + row) * 4) * (1.0 / c.hidden) + n.eps, fastmath=True
-            )
+            parts = [(load_shared(of_squares + (i * TOKENS + half * 8 + row) * 4),) for i in range(CLUSTER)]
+            factor = cute.math.rsqrt(added(parts)[0] * (1.0 / c.hidden) + n.eps, fastmath=True)
             for group in cutlass.range_constexpr(c.groups):
                 channel, out = self.channel(rank, group), cute.make_rmem_tensor(WORDS, Uint32)
                 norm = numbers_of(matrix.norm + channel, VECTOR)
@@ -356,6 +365,17 @@ def c_factor(squares: Float32, hidden: int, eps: Float32) -> Float32:
     return cute.math.rsqrt(squares * (1.0 / (STREAMS * hidden)) + eps, fastmath=True)
 
 
+def send_sums(
+    of_warps: Int32, of_ctas: Int32, barrier: cute.Pointer, rank: Int32, thread: Int32, warps: int, count: int
+) -> None:
+    """Sends four sums over all warps of this CTA to every CTA of the cluster, whose barriers count them."""
+    total = added([load_shared_four(of_warps + i * 4 * count + thread * 16) for i in range(warps)])
+    words = tuple(Uint32(bits_of(x)) for x in total)
+    here = of_ctas + rank * 4 * count + thread * 16
+    for i in range(CLUSTER):
+        send_words(address_in(here, Int32(i)), words, address_in(barrier.toint(), Int32(i)))
+
+
 def added(parts: list[tuple]) -> list:
     """The sums of parts, in their order."""
     total, *others = parts
@@ -385,9 +405,9 @@ def pair(word: Uint32) -> tuple[Float32, Float32]:
     return float_of(low), float_of(high)
 
 
-def words_of(source: cute.Pointer) -> list[Uint32]:
-    """The words of a lane's channels, loaded where this stands."""
-    return [Uint32(word) for word in load_four_words(source.toint())]
+def words_of(source: cute.Pointer, count: int) -> tuple[Uint32, ...]:
+    """Two or four words of a lane's channels, loaded where this stands."""
+    return load_words(source.toint(), count)
 
 
 def put_words(target: cute.Pointer, words: cute.Tensor) -> None:
