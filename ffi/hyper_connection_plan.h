@@ -1,6 +1,7 @@
 // The launch of hyper-connections between two sublayers, as a function of shapes: no driver, no device.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "abi.h"
@@ -27,7 +28,8 @@ inline std::string CheckHyperConnectionShape(const HyperConnectionShape& shape) 
 
 inline Plan<HyperConnectionArguments> PlanHyperConnection(const HyperConnectionShape& shape, float eps, float hc_eps,
                                                           const Tiles& tiles, const HyperConnectionAddresses& at) {
-  return {.grid = U32(CeilDiv(shape.tokens, tiles.tile_m) * tiles.cluster),
+  const int64_t clusters = std::max<int64_t>(tiles.processors / tiles.cluster, 1);
+  return {.grid = U32(std::min(CeilDiv(shape.tokens, tiles.tile_m), clusters) * tiles.cluster),
           .arguments = {.x = at.x,
                         .y = at.y,
                         .post = at.post,

@@ -269,11 +269,7 @@ VARIANTS: tuple[Variant, ...] = (
         for rows in (FEW_ROWS, ANY)
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
-    # V4-Flash's channels, and V4-Pro's
-    *(
-        HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", hidden, "bfloat16")
-        for hidden in (4096, 7168)
-    ),
+    HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

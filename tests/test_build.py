@@ -185,7 +185,7 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
             launch = plan_grouped_product(sizes, variant.gated, 1.0, tile_m=16, tile_n=128, processors=132)
     elif isinstance(variant, HyperConnection):
         sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
-        launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8)
+        launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

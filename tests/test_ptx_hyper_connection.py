@@ -58,7 +58,7 @@ def test_first_streams_are_the_embedding():
 
 @needs_kernels
 def test_refused_by_the_plan():
-    tiles = {"tile_m": 16, "tile_n": 24, "cluster": 8}
+    tiles = {"tile_m": 16, "tile_n": 24, "cluster": 8, "processors": 8}
     good = {"tokens": 3, "hidden": 4096, "taken": 0, "iterations": 20}
     native.plan_hyper_connection(good, 1e-6, 1e-6, **tiles)
     for changed in ({"tokens": 0}, {"taken": 2}, {"iterations": 0}):
@@ -66,9 +66,9 @@ def test_refused_by_the_plan():
             native.plan_hyper_connection(good | changed, 1e-6, 1e-6, **tiles)
 
 
-def fault(name, raises, says, edit=None, is_taken=False, **parameters):
+def fault(name, raises, says, edit=None, is_taken=False, given=3, **parameters):
     key = FLASH.key if FLASH else ""
-    return PlantedFault(name, key, raises, says, edit, parameters=parameters, case=is_taken)
+    return PlantedFault(name, key, raises, says, edit, parameters=parameters, case=(given, is_taken))
 
 
 def without_lower_parts(ptx):
@@ -79,7 +79,7 @@ def without_lower_parts(ptx):
 
 
 def without_waits(which):
-    """Nobody waits for sums that other CTAs send, or for squares."""
+    """Nobody waits for fn of a stream, of which the barriers come first, or for what other CTAs send or have read."""
     return lambda ptx: edits.drop_waits(ptx, {edits.barriers(ptx)[which]})
 
 
@@ -91,8 +91,10 @@ CLUSTER, BARRIER = r"barrier\.cluster\.(arrive|wait)", r"bar(rier)?\.sync\s+1,"
 FAULTS = [
     fault("fn in 11 bits", Wrong, "new_pre", without_lower_parts),
     fault("a CTA sends before another one has barriers", Misuse, "initialisation", without(CLUSTER)),
-    fault("nobody waits for sums of other CTAs", (Race, Undefined), "reads", without_waits(0)),
-    fault("nobody waits for squares of other CTAs", (Race, Undefined), "reads|ends while", without_waits(1)),
+    fault("nobody waits for fn", (Race, Undefined), "reads", without_waits(0)),
+    fault("nobody waits for sums of other CTAs", (Race, Undefined), "reads", without_waits(4)),
+    fault("nobody waits for squares of other CTAs", (Race, Undefined), "reads|ends while", without_waits(5)),
+    fault("sums are sent before others are read", Race, "overwrites", without_waits(6), given=33),
     fault("nobody waits for sums of other warps", (Race, Undefined), "reads", without(BARRIER, slice(0, 1))),
     fault("the new pre in place of the one that is given", Wrong, "z:", is_taken=True, has_taken=lambda n: 0),
     fault("an iteration too few", Wrong, "new_mix", iterations=lambda n: n - 1),
@@ -108,7 +110,7 @@ FAULTS = [
 def test_a_fault_is_found(planted):
     if FLASH is None:
         pytest.skip("not built")
-    x = Problem.of(3, FLASH.hidden, planted.case)
+    x = Problem.of(planted.case[0], FLASH.hidden, planted.case[1])
 
     def run(planted, seed):
         judge(x, results(FLASH, x, seed=seed, edit=planted.planted_in, **planted.parameters))

@@ -19,6 +19,7 @@ from .verdict import Wrong
 
 BF16 = ml_dtypes.bfloat16
 STREAMS, NUMBERS = 4, 24
+PROCESSORS = 8  # of one cluster, which takes all tiles
 EPS, HC_EPS, ITERATIONS = 1e-6, 1e-5, 6
 ROUNDED = {"new_x": 2**-8, "z": 2**-7}  # the latter twice, before its norm and after it
 RESULTS = ("new_x", "z", "new_pre", "new_post", "new_mix")
@@ -103,7 +104,7 @@ def launched(
     at |= {name: memory.add(name, None, size * tokens) for name, size in sizes}
     shape = {"tokens": tokens, "hidden": hidden, "taken": x.taken.shape[1], "iterations": ITERATIONS}
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
-    plan = native.plan_hyper_connection(shape, EPS, HC_EPS, **tiles, addresses=at)
+    plan = native.plan_hyper_connection(shape, EPS, HC_EPS, **tiles, processors=PROCESSORS, addresses=at)
     return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
 
 

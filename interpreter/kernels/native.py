@@ -473,6 +473,7 @@ def plan_hyper_connection(
     tile_m: int,
     tile_n: int,
     cluster: int,
+    processors: int,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
     """Returns the launch of hyper-connections between two sublayers."""
@@ -481,7 +482,7 @@ def plan_hyper_connection(
         ctypes.byref(filled("HyperConnectionShape", **shape)),
         ctypes.c_float(eps),
         ctypes.c_float(hc_eps),
-        _tiles(tile_m, tile_n, 1, cluster),
+        _tiles(tile_m, tile_n, processors, cluster),
         addressed("hyper_connection", addresses),
     )
 

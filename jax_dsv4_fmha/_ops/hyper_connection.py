@@ -85,7 +85,7 @@ def hyper_connection(
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: "cubin", and no kernel is built for these operands; there are some for hidden 4096 and 7168.
+      NotImplementedError: "cubin", and no kernel is built for these operands; there is one for hidden 4096.
 
     Examples:
       >>> import jax.numpy as jnp

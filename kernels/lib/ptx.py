@@ -350,12 +350,6 @@ def load_four_words(address: Int64) -> tuple[Int32, ...]:
     return ptx("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", Int64(address), gives=(Int32,) * 4)
 
 
-def load_words(address: Int64, count: int) -> tuple[Uint32, ...]:
-    """Two or four words, loaded where this stands."""
-    names = ", ".join(f"${i}" for i in range(count))
-    return ptx(f"ld.global.v{count}.b32 {{{names}}}, [${count}];", Int64(address), gives=(Uint32,) * count)
-
-
 def load_again(address: Int64) -> Float32:
     """Loads a number where it is needed, so that it does not stay in a register."""
     return ptx("ld.global.nc.f32 $0, [$1];", address, gives=(Float32,))[0]

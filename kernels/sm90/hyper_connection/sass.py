@@ -5,10 +5,9 @@ from typing import Any
 
 from ...abi import HyperConnection
 from ...sass import Products
-from .config import NUMBERS, STREAMS, VECTOR, Config
+from .config import GROUPS, NUMBERS, STREAMS, VECTOR
 
 
 def products(variant: HyperConnection, facts: Mapping[str, Any]) -> Products:
     """8 of k at a time, of a number's two parts."""
-    groups = Config(variant.dtype, variant.hidden).groups
-    return {"HMMA": groups * STREAMS * (VECTOR // 2) * (NUMBERS // 8) * 2}
+    return {"HMMA": GROUPS * STREAMS * (VECTOR // 2) * (NUMBERS // 8) * 2}
