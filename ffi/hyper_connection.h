@@ -26,7 +26,11 @@ struct HyperConnection {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }
     const auto at = AddressesOf<HyperConnectionAddresses>(call);
-    auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, kernels.front()->TilesOn(stream.device), at);
+    const Launcher::Loaded loaded = kernels.front()->Load(stream.ordinal);
+    if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
+    Tiles tiles = kernels.front()->TilesOn(stream.device);
+    tiles.processors = loaded.clusters * tiles.cluster;  // parts of the chip with an odd CTA too few have fewer
+    auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, tiles, at);
     return Launch(kernels.front(), stream, plan, /*overlaps=*/true);
   }
 };

@@ -51,9 +51,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """fn, which stays for all tokens; sums of each warp, of each CTA, and twice of the cluster; squares; barriers."""
+        """fn, which stays for all tokens; sums of each warp, of each CTA, twice of the cluster; squares; the rest."""
         sums = SUMS * (self.warps + CLUSTER + 2) + TOKENS * (self.warps + CLUSTER)
-        return STREAMS * self.stream_bytes + 4 * sums + 128
+        return STREAMS * self.stream_bytes + 4 * sums + 256
 
     @property
     def launch_options(self) -> dict[str, int]:
