@@ -1,7 +1,8 @@
 """The adapter for MaxText, beside MaxText where it is installed, and beside a stand-in as MaxText 0.2.5 was read.
 
 MaxText wants Python 3.12 and some 200 packages. In an environment of its own, `pip install --no-deps` of maxtext 0.2.5,
-of what its extra `cuda12` pins (without NVIDIA's), and of xprof 2.23.1 is enough for a CPU.
+of what its extra `cuda12` pins (without NVIDIA's), and of xprof 2.23.1 is enough for a CPU. Run this file there with
+`--noconftest`: JAX 0.11.1 does not know all of XLA's flags that `tests/conftest.py` sets.
 """
 
 import enum
@@ -10,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
 from pathlib import Path
@@ -20,7 +22,25 @@ import numpy as np
 import pytest
 
 from tests.test_adapters import (
-    BACK, H_KV, H_Q, IDS, REAL, SAME, SEEN, SINK, B, D, K, Q, S, V, adapter, assert_same, dense, peer, stand_in,
+    BACK,
+    H_KV,
+    H_Q,
+    IDS,
+    REAL,
+    SAME,
+    SEEN,
+    SINK,
+    B,
+    D,
+    K,
+    Q,
+    S,
+    V,
+    adapter,
+    assert_same,
+    dense,
+    peer,
+    stand_in,
 )  # fmt: skip
 
 KINDS = {  # MaxText's attention types, and what queries see
@@ -41,11 +61,11 @@ class AttentionType(enum.Enum):
 class AttentionOp:
     """MaxText's, as far as the adapter asks; its own attention is an error."""
 
-    def __init__(self, attention_type, attention_kernel="dot_product", attn_logits_soft_cap=None, moba=False, devices=1):
+    def __init__(self, attention_type, attention_kernel="dot_product", attn_logits_soft_cap=None, moba=False):
         self.attention_type, self.attention_kernel = attention_type, attention_kernel
         self.sliding_window_size, self.chunk_attn_window_size, self.causal_block_size = 6, 5, 5
         self.attn_logits_soft_cap, self.config = attn_logits_soft_cap, types.SimpleNamespace(moba=moba)
-        self._context_parallel_size = lambda: devices
+        self._context_parallel_size = lambda: 1
 
     def apply_attention(self, query, **rest):
         return "MaxText's", None, None
@@ -101,7 +121,8 @@ def maxtext(request, monkeypatch):
         config = configure(causal_block_size=5, moba=options.pop("moba", False))
         return classes[0](
             config=config, mesh=mesh(config), attention_kernel=kernel, max_target_length=S, num_query_heads=heads[0],
-            num_kv_heads=heads[1], attention_type=kinds(kind), sliding_window_size=6, chunk_attn_window_size=5, **options,
+            num_kv_heads=heads[1], attention_type=kinds(kind), sliding_window_size=6, chunk_attn_window_size=5,
+            **options,
         )  # fmt: skip
 
     return make, classes
@@ -113,6 +134,7 @@ def base():
     return [
         str(where), "run_name=test", "hardware=cpu", "skip_jax_distributed_system=true", "enable_checkpointing=false",
         "log_config=false", "dtype=float32", "matmul_precision=highest", "attention=dot_product",
+        f"base_output_directory={tempfile.gettempdir()}",
     ]  # fmt: skip
 
 
@@ -167,7 +189,7 @@ def test_compressed_attention(maxtext, packed, chosen):
         indices = np.where(np.take_along_axis(far, order := np.argsort(-scores)[..., :2], -1), order, -1)
         far = (indices[..., None] == np.arange(N)).any(-2)
     near = np.broadcast_to(SEEN["window segments" if packed else "window"], (B, S, S))
-    mask = jnp.where(far, 0.0, -1e30)[:, None, None]
+    mask = jnp.where(far, 0.0, 0.7 * jnp.finfo(jnp.float32).min)[:, None, None]
 
     def run(op, q, kv, entries, sink):
         if chosen:
@@ -214,3 +236,86 @@ def test_what_stays_maxtext_s(maxtext):
         pytest.skip("of the stand-in")
     for kernel, mode in (("cudnn_flash_te", "train"), ("dot_product", "prefill"), ("dot_product", "autoregressive")):
         assert make("global", kernel)(Q, K, V, IDS, POSITIONS, mode) == "MaxText's"
+
+
+# ---- MaxText's own layers and its trainer
+
+V4 = {
+    "model_name": "deepseek4-tiny", "override_model_config": True, "base_num_decoder_layers": 5,
+    "compress_ratios": "[0,0,4,128,4]", "vocab_size": 256, "indexer_topk": 8, "max_target_length": 256,
+    "per_device_batch_size": 2, "sparse_matmul": False, "megablox": False,
+}  # fmt: skip
+STAGES = {  # of V4's indexer in training: a mask of what it chose, with its loss and without; all entries
+    "sparse": {"indexer_sparse_training": True, "indexer_loss_scaling_factor": 0.1},
+    "sparse without loss": {"indexer_sparse_training": True},
+    "warm-up": {"indexer_loss_scaling_factor": 1.0},
+    "dense": {"use_indexer": False},
+}
+GPT_OSS = {
+    "model_name": "gpt-oss-20b", "override_model_config": True, "base_num_decoder_layers": 2, "base_emb_dim": 64,
+    "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 16, "base_mlp_dim": 64, "base_moe_mlp_dim": 64,
+    "num_experts": 4, "num_experts_per_tok": 2, "sliding_window_size": 32, "vocab_size": 256, "max_target_length": 256,
+    "per_device_batch_size": 2, "sparse_matmul": False, "megablox": False,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MaxText's by flax
+@pytest.mark.parametrize("maxtext", ["real"], indirect=True)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ratio", [0, 4, 8])
+def test_layer(maxtext, ratio, stage):
+    """MaxText's layer of V4 with its parameters, on documents that begin inside of a block; ratio 8 is its HCA."""
+    if ratio != 4 and stage != "sparse":
+        pytest.skip("the indexer is of ratio 4")
+    nnx, (*_, layer) = importlib.import_module("flax.nnx"), maxtext[1]
+    config = configure(**V4, **STAGES[stage])
+    x = jax.random.normal(jax.random.key(0), (2, 92, config.emb_dim))
+    ids = jnp.array([[1] * 37 + [2] * 11 + [3] * 44, [1] * 3 + [2] * 80 + [0] * 9])
+    positions = jnp.array([[*range(37), *range(11), *range(44)], [*range(3), *range(80), *range(9)]])
+
+    def make(kernel):
+        module = layer(
+            config=config, compress_ratio=ratio, num_query_heads=config.num_query_heads, num_kv_heads=1,
+            head_dim=config.head_dim, max_target_length=92, attention_kernel=kernel, inputs_q_shape=x.shape,
+            inputs_kv_shape=x.shape, mesh=mesh(config), dtype=jnp.float32, q_lora_rank=config.q_lora_rank,
+            sliding_window_size=config.sliding_window_size, model_mode="train", rngs=nnx.Rngs(0),
+        )  # fmt: skip
+        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(1), len(leaves))  # sinks and biases of pooling begin as 0
+        leaves = [p + 0.3 * jax.random.normal(key, p.shape) for p, key in zip(leaves, keys, strict=True)]
+
+        def run(x, *leaves):
+            module = nnx.merge(graph, jax.tree.unflatten(tree, leaves), rest)
+            y, _ = module(x, x, ids, positions, deterministic=True, model_mode="train")
+            loss = getattr(module, "indexer_loss", None)
+            return y if loss is None else y + loss.get_value()
+
+        return run, leaves
+
+    ours, leaves = make("dot_product")
+    assert_same(ours, make("autoselected")[0], x, *leaves, real=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [GPT_OSS, *(V4 | STAGES[stage] for stage in ("sparse", "dense"))],
+    ids=["gpt-oss", "v4 sparse", "v4 dense"],
+)
+def test_trainer(options, tmp_path):
+    """Losses of MaxText's trainer with its dot products and with ours, on its own packed data."""
+    peer("maxtext.layers.attention_op")
+    args = [*base(), *(f"{name}={str(x).lower()}" for name, x in options.items())]
+    args += ["dataset_type=synthetic", "steps=5", "learning_rate=3e-3"]
+
+    def losses(module):
+        file = tmp_path / f"{module}.jsonl"
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, "-m", module, *args, f"metrics_file={file}"], check=True, env=env)
+        lines = map(json.loads, file.read_text().splitlines())
+        return [[x["learning/loss"], x["learning/raw_grad_norm"]] for x in lines]
+
+    ours, theirs = map(losses, ("jax_dsv4_fmha.adapters.maxtext", "maxtext.trainers.pre_train.train"))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5)
+    assert ours[-1][0] < ours[0][0] - 0.1

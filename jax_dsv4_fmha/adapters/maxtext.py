@@ -19,7 +19,8 @@ except ImportError as e:
     raise ImportError(f"jax_dsv4_fmha.adapters.maxtext: {e}; pip install 'maxtext>=0.2.5', and what it pins") from e
 
 _OP = "maxtext.AttentionOp"
-_attention, _choose, _mask = AttentionOp.apply_attention, DeepseekV4Indexer.__call__, CompressedAttention.get_compressed_mask
+_attention, _choose = AttentionOp.apply_attention, DeepseekV4Indexer.__call__
+_mask = CompressedAttention.get_compressed_mask
 _chosen: list[jax.Array] = []  # of the layer that is being traced: what its indexer chose
 
 
