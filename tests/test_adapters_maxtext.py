@@ -21,6 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_dsv4_fmha import explain
+from jax_dsv4_fmha._host import attention, library
+from tests.helpers import every_kernel
 from tests.test_adapters import (
     BACK,
     H_KV,
@@ -208,6 +211,19 @@ def test_compressed_attention(maxtext, packed, chosen):
     if type(op) is not AttentionOp:
         own = make("compressed", "autoselected", heads=(H_Q, 1))
         assert_same(lambda *x: run(op, *x), lambda *x: run(own, *x), *operands, real=real)
+
+
+def test_a_latent_stays_one_operand(maxtext, monkeypatch):
+    """V4's layers of a window alone pass one array as K and V. At d 512 kernels want it so."""
+    make, _ = maxtext
+    op = make("local_sliding", heads=(64, 1))
+    monkeypatch.setattr(attention, "split_count", lambda *_: 1)
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, kv = (jax.ShapeDtypeStruct((B, S, heads, 512), jnp.bfloat16) for heads in (64, 1))
+    decision, *more = explain(lambda q, kv: op(q, kv, kv, IDS, POSITIONS, "train"), q, kv)
+    assert (decision.variant, more) == ("mla_span_fwd_sm_90a_d512_bfloat16", [])
 
 
 def test_what_is_not_taken(maxtext):

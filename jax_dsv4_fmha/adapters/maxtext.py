@@ -88,7 +88,7 @@ def _attend(
     if decoder_segment_ids is not None:
         of_ids, broken = segments(decoder_segment_ids)
         first, span = of_ids.start, span & of_ids
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    k, v = k.astype(q.dtype), None if v is k else v.astype(q.dtype)  # V4's layers of a window alone pass one latent
     sink = None if sinks is None else sinks.astype(jnp.float32)
     how = {"sink": sink, "scale": 1.0, "implementation": implementation}  # MaxText scales q
     if kind != AttentionType.COMPRESSED:
