@@ -6,7 +6,7 @@ of what its extra `cuda12` pins (without NVIDIA's), and of xprof 2.23.1 is enoug
 """
 
 import enum
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -62,7 +62,7 @@ class AttentionType(enum.Enum):
 
 
 class AttentionOp:
-    """MaxText's, as far as the adapter asks; its own attention is an error."""
+    """MaxText's, as far as the adapter asks; its own attention gives a word."""
 
     def __init__(self, attention_type, attention_kernel="dot_product", attn_logits_soft_cap=None, moba=False):
         self.attention_type, self.attention_kernel = attention_type, attention_kernel
