@@ -13,7 +13,7 @@ OPS = (  # what the reader has, and the call
     ("an indexer's queries and keys; I want the entries to attend to", "`lightning_indexer`"),
     ("a config.json and a checkpoint; I want a V4 layer", "`layers.from_config`, `layers.from_state_dict`"),
     ("a flax module", "`layers.flax.attention_fn`; a whole layer: `layers.flax.NNX`"),
-    ("a model in Levanter, EasyDeL or AXLearn", "one line of `jax_dsv4_fmha.adapters`"),
+    ("a model in MaxText, Levanter, EasyDeL or AXLearn", "one line of `jax_dsv4_fmha.adapters`"),
     ("a call that is slow", "`explain`"),
 )
 
