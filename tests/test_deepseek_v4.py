@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, engram, grouped, packed, serve, sinkhorn, speed, train
+from examples.deepseek_v4 import choices, common, data, engram, grouped, metrics, packed, serve, sinkhorn, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
@@ -552,15 +552,29 @@ def test_sizes_of_models(name, moe, everything, active):
     total = sum(size for _, size in sizes)
     of_token = total - routed * (1 - 6 / model.experts) - shapes["embed"].size
     assert total == pytest.approx(everything, rel=0.02) and of_token == pytest.approx(active, rel=0.03)
-    assert train.flops(model, 128) == pytest.approx(6 * of_token, rel=0.02)
-    assert 6.1 * of_token < train.flops(model, 4096) < 6.8 * of_token
+    assert metrics.flops(model, 128) == pytest.approx(6 * of_token, rel=0.02)
+    assert 6.1 * of_token < metrics.flops(model, 4096) < 6.8 * of_token
 
 
 @pytest.mark.parametrize(
     "program, options",
     [
-        (serve, ("--fp8", "--fp4", "--fp8-products", "--fp8-products-bf16-rope", "--random", "--pages")),
-        (train, ("--remat", "--keep")),
+        (
+            serve,
+            (
+                "checkpoint",
+                "--expert",
+                "--fp8",
+                "--fp4",
+                "--fp8-products",
+                "--fp8-products-bf16-rope",
+                "--random",
+                "--pages",
+            ),
+        ),
+        (train, ("checkpoint", "--expert", "--remat", "--keep", "--coordinator")),
+        (data, ("--to", "--vocabulary")),
+        (metrics, ("--plot",)),
     ],
 )
 def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
@@ -570,7 +584,7 @@ def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     said = capsys.readouterr().out
     runpy.run_module("examples.deepseek_v4", run_name="__main__")
     assert f"python -m {program.__name__} --help\n" in capsys.readouterr().out
-    assert not done.value.code and all(option in said for option in ("checkpoint", "--expert", *options))
+    assert not done.value.code and all(option in said for option in options)
 
 
 @pytest.mark.slow
