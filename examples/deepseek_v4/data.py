@@ -9,6 +9,7 @@ alone: whoever goes on after a stop, on any number of processes, has the batches
 """
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -140,6 +141,8 @@ def rows_of(tokens: str | None, vocabulary: int, s: int, seed: int) -> Walks | F
     """The rows of a directory of shards, of a .npy file, or of walks that can be learned."""
     if tokens is None:
         return Walks(vocabulary, s, seed)
+    if not importlib.util.find_spec("grain"):
+        raise SystemExit("--tokens: got no package grain, wanted those of `pip install '.[examples]'`")
     return (Shards if Path(tokens).is_dir() else File)(Path(tokens), vocabulary, s)
 
 
@@ -188,7 +191,7 @@ class Batches:
 
 
 def documents_of(paths: Iterable[str], words: common.Words, end: int | None) -> Iterator[np.ndarray]:
-    """The tokens of each document of some texts; end: a token that is put after each.
+    """The tokens of each document of some texts that has any; end: a token that is put after each.
 
     Raises:
       ValueError: a line of a .jsonl has no "text", or a text has what is no token of the vocabulary.
@@ -205,7 +208,8 @@ def documents_of(paths: Iterable[str], words: common.Words, end: int | None) -> 
                     except (ValueError, KeyError, TypeError):
                         raise ValueError(f'{name}: got {line[:40]!r}, wanted an object with a "text"') from None
                 found = words.encode(line.removesuffix("\n"), name=name)
-                yield found if end is None else np.append(found, np.int32(end))
+                if len(found):
+                    yield found if end is None else np.append(found, np.int32(end))
 
 
 def write(documents: Iterable[np.ndarray], directory: Path, vocabulary: int, most: int = SHARD, seed: int = 0) -> str:
@@ -226,8 +230,6 @@ def write(documents: Iterable[np.ndarray], directory: Path, vocabulary: int, mos
         waiting.clear()
 
     for document in documents:
-        if not len(document):
-            continue
         waiting.append(document)
         size, count = size + len(document), count + 1
         if size >= most:

@@ -130,14 +130,11 @@ class Log:
         self.found = list[Step]()
         self.times = list[float]()
         self.waiting: tuple[int, Any, Step] | None = None
-        self.file = None
-        if self.directory and self.is_first:
+        self.file = self.directory / "metrics.jsonl" if self.directory and self.is_first else None
+        if self.file:
             self.directory.mkdir(parents=True, exist_ok=True)
-            path = self.directory / "metrics.jsonl"
-            kept = [line for line in read(path) if line["step"] < first] if path.exists() else []
-            self.file = path.open("w", encoding="utf-8")
-            for line in kept:
-                print(json.dumps(line), file=self.file)
+            kept = [line for line in read(self.file) if line["step"] < first] if self.file.exists() else []
+            self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def say(self, text: str) -> None:
         if self.is_first:
@@ -161,9 +158,10 @@ class Log:
         self.times.append(time.perf_counter())
         self.found.append(numbers)
         seconds = self.times[-1] - self.times[-2] if len(self.times) > 1 else None  # the first one was compiled, too
-        line = {"step": step, **{name: rounded(x) for name, x in numbers._asdict().items()}, **self.speed(seconds)}
+        line = {"step": step, **{name: in_json(x) for name, x in numbers._asdict().items()}, **self.speed(seconds)}
         if self.file:
-            print(json.dumps(line), file=self.file, flush=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                print(json.dumps(line), file=file)
         if not all(map(np.isfinite, (numbers.loss, numbers.of_indexers, numbers.grad_norm))):
             raise FloatingPointError(f"step {step}: got {self.said(numbers)}, wanted numbers{self.kept(step, rows)}")
         if step % self.every == 0 or step == self.last:
@@ -204,17 +202,12 @@ class Log:
         np.savez(path, rows=list(rows), **parts)
         return f"; the batch is in {path}"
 
-    def close(self) -> None:
-        self.look()
-        if self.file:
-            self.file.close()
 
-
-def rounded(x: np.ndarray) -> Any:
-    """x as JSON has it: seven digits, and no NaN, which JSON does not have."""
+def in_json(x: np.ndarray) -> Any:
+    """The numbers as JSON has them: float32 in as few digits as tell it, and None for NaN, which JSON does not know."""
     if x.ndim:
-        return [rounded(y) for y in x]
-    return float(f"{x:.7g}") if np.isfinite(x) else None
+        return [in_json(y) for y in x]
+    return float(str(x)) if np.isfinite(x) else None
 
 
 def read(path: Path) -> list[dict[str, Any]]:

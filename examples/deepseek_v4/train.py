@@ -285,7 +285,7 @@ def main(
                 if states.wants(i, is_last=i == end - 1):
                     log.look()  # no state is kept of a loss that is no number
                     states.save(i, state)
-            log.close()
+            log.look()
             states.close()
     return [(float(x.loss), float(x.of_indexers)) for x in log.found]
 
