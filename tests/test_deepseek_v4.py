@@ -16,16 +16,32 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, data, engram, grouped, metrics, packed, serve, sinkhorn, speed, train
+from examples.deepseek_v4 import (
+    choices,
+    common,
+    data,
+    engram,
+    grouped,
+    metrics,
+    packed,
+    serve,
+    sinkhorn,
+    speed,
+    train,
+    weights,
+)
+from examples.deepseek_v4.checkpoint import Checkpoint, entries
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
 from examples.deepseek_v4.model import FIXED, Model
 from examples.deepseek_v4.packed import Packed
+from examples.deepseek_v4.save import save
 from examples.deepseek_v4.sinkhorn import doubly_stochastic
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serving import Request, Server
 from jax_dsv4_fmha import PackedExperts
+from jax_dsv4_fmha.layers import from_state_dict, to_state_dict
 
 from . import model_float64
 from .test_layer_config import published
@@ -360,6 +376,37 @@ def checkpoint(model, directory, block):
     for part, tensors in enumerate(files):
         written(directory / f"model-{part}.safetensors", tensors)
     return values | {name: x for name, x in files[0].items() if "tid2eid" in name}
+
+
+@pytest.mark.parametrize("name", ["v4", "v4.1"])
+def test_save(name, tmp_path, monkeypatch):
+    """What is loaded again is equal; a checkpoint that is saved like another has its names, files and stacks."""
+    model, params = small(name)
+    monkeypatch.setattr(weights, "words", lambda path: np.asarray(params["words"]))
+    assert np.asarray(params.get("words", [22])).max() == 22
+    save(model, params, tmp_path / "a", dtype=jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, load(model, tmp_path / "a", jnp.float32), params)
+    with pytest.raises(ValueError, match="got a directory with a checkpoint"):
+        save(model, params, tmp_path / "a")
+    if name == "v4.1":
+        return
+    tensors = dict(Checkpoint(tmp_path / "a"))  # as transformers saves them: other names, and experts in one
+    for i, layer in enumerate(model.layers):
+        attention = {x: tensors.pop(x) for x in list(tensors) if x.startswith(f"layers.{i}.attn.")}
+        p = from_state_dict(layer, attention, f"layers.{i}.attn.", jnp.float32)
+        tensors |= jax.device_get(to_state_dict(layer, p, f"layers.{i}.self_attn.", hugging_face=True))
+        w1, w2, w3 = (
+            np.stack([tensors.pop(f"layers.{i}.ffn.experts.{e}.w{w}.weight") for e in range(8)]) for w in (1, 2, 3)
+        )
+        tensors[f"layers.{i}.mlp.experts.gate_up_proj"] = np.concatenate([w1, w3], 1)
+        tensors[f"layers.{i}.mlp.experts.down_proj"] = w2
+    (tmp_path / "b").mkdir()
+    written(tmp_path / "b" / "model.safetensors", {f"model.{x}": tensor for x, tensor in tensors.items()})
+    (tmp_path / "b" / "config.json").write_text("{}")
+    save(model, params, tmp_path / "c", tmp_path / "b", jnp.float32)
+    got = {entry.name: entry.data for path in (tmp_path / "c").glob("*.safetensors") for entry in entries(path)}
+    assert got.keys() == {f"model.{x}" for x in tensors} and (tmp_path / "c" / "config.json").read_text() == "{}"
+    jax.tree.map(np.testing.assert_array_equal, load(model, tmp_path / "c", jnp.float32), params)
 
 
 def test_packed_experts_of_a_checkpoint(tmp_path):
