@@ -106,7 +106,8 @@ def test_train(tmp_path, capsys):
     how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
     losses = np.array(train.main(**how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
-    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
+    said = r"^step   16  loss [\d.]+, of indexers [\d.]+, gradient [\d.]+, load [\d.]+, recall [\d.]+; \d+ tokens/s$"
+    assert re.search(said, capsys.readouterr().out, re.M)
     first = train.main(**how, keep=tmp_path / "a", until=9)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "config.json").write_text(json.dumps(common.small()))

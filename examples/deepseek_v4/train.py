@@ -153,7 +153,7 @@ class Trainer:
             ]
             fixed = {**state.fixed, "routing": routing}
             load = loads.max(1) / loads.mean(1)
-            numbers = Step(of_tokens, of_indexers, optax.global_norm(gradient), load, recalls, length)
+            numbers = Step(of_tokens, of_indexers, optax.tree.norm(gradient), load, recalls, length)
             return State(optax.apply_updates(state.learned, updates), fixed, moments), numbers
 
         everywhere = NamedSharding(mesh, P())
