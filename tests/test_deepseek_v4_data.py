@@ -144,6 +144,20 @@ def test_documents_see_no_other(name):
     assert_close(want[1][4], 21)  # the length that MFU counts with
 
 
+@pytest.mark.slow
+def test_documents_over_devices():
+    """Two devices that share out the tokens of packed documents have the numbers of one."""
+    model, params = small()
+    learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_it} for is_it in (False, True))
+    documents = np.repeat(range(6), [3, 50, 11, 33, 30, 1]).reshape(2, 64).astype(np.int32)
+    found = []
+    for context in (1, 2):
+        with common.mesh_of(1, 1, data=1, context=context) as mesh:
+            of = jax.jit(functools.partial(train.losses, model, jnp.float32, train.POLICIES["all"]))
+            found.append(of(*jax.device_put((learned, fixed, prompts(2, 64), documents), NamedSharding(mesh, P()))))
+    jax.tree.map(functools.partial(assert_close, tolerance=1e-5), *jax.device_get(found))
+
+
 def test_recall():
     """The chosen entries' part of the attention that all past ones get, of queries that have more than are chosen."""
     model, params = small()

@@ -11,6 +11,7 @@ Devices may be those of many processes (cluster.py). data.py has the tokens, and
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from jax_dsv4_fmha import Span
 from jax_dsv4_fmha.layers import Shared, zigzag
 
 from . import cluster, common
+from . import save as saving
 from .data import Batches, Row, rows_of
 from .metrics import Log, Step, recall
 from .model import FIXED, Model, Streams
@@ -134,18 +136,27 @@ def past_entries(documents: jax.Array | None, place: jax.Array, ratio: int) -> t
 
 
 class Trainer:
-    """A model, an optimizer and one jitted step over the mesh around it."""
+    """A model, an optimizer and one jitted step over the mesh around it.
 
-    def __init__(self, model: Model, mesh: Mesh, steps: int, rate: float, remat: str, speed: float = 1e-3) -> None:
+    only: the parameters that learn are those whose path, such as "layers/3/attention/sink", has a part that this
+      regular expression matches. The others stay, and have no moments. "routing" stands for the routers' biases.
+    """
+
+    def __init__(
+        self, model: Model, mesh: Mesh, steps: int, rate: float, remat: str, speed: float = 1e-3, only: str = ""
+    ) -> None:
         self.model, self.mesh = model, mesh
         warmup = max(steps // 10, 1)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1))
-        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+        learns, speed = learning(model, only), speed if re.search(only, "routing") else 0
+        adamw = optax.masked(optax.adamw(schedule, weight_decay=0.1), learns)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         dtype, policy = common.compute_dtype(), POLICIES[remat]
 
         def step(state: State, batch: Row) -> tuple[State, Step]:
             gradient = jax.grad(functools.partial(losses, model, dtype, policy), has_aux=True)
             gradient, (of_tokens, of_indexers, loads, recalls, length) = gradient(state.learned, state.fixed, *batch)
+            gradient = jax.tree.map(lambda x, learns: x if learns else jnp.zeros_like(x), gradient, learns)
             updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
             routing = [  # a bias rises where an expert has fewer tokens than the mean
                 r if r.ndim == 2 else r + speed * jnp.sign(load.mean() - load)
@@ -197,12 +208,35 @@ class Trainer:
         learned = jax.tree.map(sharding, specs, shapes)
         moments = optax.tree.map_params(
             self.optimizer,
-            lambda _, sharding: sharding,
+            lambda x, sharding: x if is_masked(x) else sharding,
             jax.eval_shape(self.optimizer.init, shapes),
             learned,
             transform_non_params=lambda _: NamedSharding(self.mesh, P()),
+            is_leaf=is_masked,
         )
         return State(learned, fixed, moments)
+
+
+def learning(model: Model, only: str) -> Any:
+    """True for each parameter that learns, in the tree of those that may.
+
+    Raises:
+      ValueError: none does.
+    """
+
+    def learns(path: Any, _: Any) -> bool:
+        return bool(re.search(only, jax.tree_util.keystr(path, simple=True, separator="/")))
+
+    params = {name: x for name, x in model.partition().items() if name not in FIXED}
+    found = jax.tree_util.tree_map_with_path(learns, params, is_leaf=lambda x: isinstance(x, P))
+    if not any(jax.tree.leaves(found)):
+        raise ValueError(f'--only: got {only!r}, wanted a part of a path such as "layers/0/attention/sink"')
+    return found
+
+
+def is_masked(x: Any) -> bool:
+    """True in the place of the moments of a parameter that does not learn."""
+    return isinstance(x, optax.MaskedNode)
 
 
 class States:
@@ -259,6 +293,8 @@ def main(
     until: int | None = None,
     random: str = "v4",
     seed: int = 0,
+    only: str = "",
+    save: str | None = None,
     **processes: Any,
 ) -> list[tuple[float, float]]:
     """Prints what steps computed, and returns the losses (tokens', indexers') of each from the first made."""
@@ -266,12 +302,14 @@ def main(
         integer(name, x, 1)
     integer("s", s, 2)  # each token but the last of a sequence has one that follows it
     number("rate", rate, 0, 1)
+    if save is not None and any(Path(save).glob("*.safetensors")):
+        raise ValueError(f"--save: got {save}, which has a checkpoint, wanted another directory")
     with cluster.joined(**processes):
         model = common.model_of(checkpoint, random=random)
         rows = rows_of(tokens, model.vocabulary, s, seed)
         with common.mesh_of(tensor, expert, data, context) as mesh:
             batches = Batches(rows, b, NamedSharding(mesh, P("data")), seed)
-            trainer, states = Trainer(model, mesh, steps, rate, remat), States(keep, every, batches)
+            trainer, states = Trainer(model, mesh, steps, rate, remat, only=only), States(keep, every, batches)
             if (last := states.last()) is None:
                 first, state = 0, trainer.begin(common.parameters_of(model, checkpoint, mesh, jnp.float32))
             else:
@@ -287,6 +325,8 @@ def main(
                     states.save(i, state)
             log.look()
             states.close()
+            if save is not None:
+                saving.save(model, state.learned | state.fixed, save, checkpoint, common.compute_dtype())
     return [(float(x.loss), float(x.of_indexers)) for x in log.found]
 
 
@@ -316,6 +356,8 @@ def arguments() -> dict:
         parser.add_argument(f"--{name}", type=common.at_least(1), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--rate", type=float, default=3e-3, help="the greatest learning rate (default: 0.003)")
     parser.add_argument("--seed", type=common.at_least(0), default=0, help="of the order of rows (default: 0)")
+    parser.add_argument("--only", default="", help="what learns: parameters whose path it matches (default: all)")
+    parser.add_argument("--save", help="a directory for the checkpoint that was made, at the end")
     cluster.options(parser)
     return vars(parser.parse_args())
 
