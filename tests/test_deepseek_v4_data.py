@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from examples.deepseek_v4 import common, data, metrics, train
 from examples.deepseek_v4.model import FIXED
+from examples.deepseek_v4.states import States
 from jax_dsv4_fmha import head_summed_probabilities
 from jax_dsv4_fmha.layers import Shared, rope
 
@@ -128,6 +129,31 @@ def test_batches(of, shards):
     assert batch.tokens.sharding.shard_shape(batch.tokens.shape) == (1, 3)
     np.testing.assert_array_equal(batch.tokens, [row.tokens for row in found[0].values()])
     assert (batch.documents is None) == (of == "walks")
+
+
+def test_states(tmp_path):
+    """The last ones, and the very last; a program whose batches would be others does not go on with them."""
+    states = States(tmp_path, 2, {"b": 4})
+    assert states.last() is None
+    for step in range(4):
+        if states.wants(step, is_last=step == 3):
+            states.save(step, {"x": jnp.full(2, step)})
+    states.close()
+    states = States(tmp_path, 2, {"b": 4})
+    assert states.last() == 3 and {path.name for path in tmp_path.iterdir()} == {"2", "3"}
+    assert states.restore(3, {"x": jax.ShapeDtypeStruct((2,), jnp.int32)})["x"].tolist() == [3, 3]
+    states.close()
+    states = States(tmp_path, 2, {"b": 8})
+    with pytest.raises(ValueError, match=r"got a state of training by \{.b.: 4\}, wanted one by \{.b.: 8\}"):
+        states.restore(3, None)
+    states.close()
+    assert not States(None, 2, {}).wants(2, is_last=True)
+
+
+def test_batches_that_devices_cannot_share(monkeypatch):
+    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    with pytest.raises(ValueError, match="b: got 6, wanted a multiple of 4, over which data shares it out"):
+        train.main(b=6, data=4)
 
 
 @pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])

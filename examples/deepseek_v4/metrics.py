@@ -245,7 +245,8 @@ def main(files: Sequence[str], plot: str) -> None:
             values = [[math.nan if y is None else y for y in x] for x in values]
             low, high = ([f(x) for x in values] for f in (min, max))
             axes.plot(steps, high, color=f"C{n}", linewidth=1, label=file)
-            axes.fill_between(steps, low, high, color=f"C{n}", alpha=0.2)
+            if low != high:
+                axes.fill_between(steps, low, high, color=f"C{n}", alpha=0.2, linewidth=0)
         axes.set_title(title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("step")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +30,7 @@ from . import save as saving
 from .data import Batches, Row, rows_of
 from .metrics import Log, Step, recall
 from .model import FIXED, Model, Streams
+from .states import States
 
 ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
 PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -239,43 +239,6 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-class States:
-    """The states that a directory keeps, each after a step. They are written while the program runs on."""
-
-    def __init__(self, directory: str | None, every: int, batches: Batches) -> None:
-        self.batches, self.manager = batches.described(), None
-        if directory is not None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
-            self.manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
-
-    def last(self) -> int | None:
-        return self.manager and self.manager.latest_step()
-
-    def restore(self, step: int, like: State) -> State:
-        """The state after a step, over the devices that `like` says.
-
-        Raises:
-          ValueError: the state comes of other batches, so those that follow are not the ones that would have followed.
-        """
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(like), batches=ocp.args.JsonRestore())
-        got = self.manager.restore(step, args=args)
-        if got.batches != self.batches:
-            raise ValueError(f"--keep: got a state of training by {got.batches}, wanted one by {self.batches}")
-        return got.state
-
-    def wants(self, step: int, is_last: bool) -> bool:
-        return self.manager is not None and (is_last or self.manager.should_save(step))
-
-    def save(self, step: int, state: State) -> None:
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), batches=ocp.args.JsonSave(self.batches))
-        self.manager.save(step, args=args, force=True)
-
-    def close(self) -> None:
-        if self.manager is not None:
-            self.manager.wait_until_finished()
-            self.manager.close()
-
-
 def main(
     checkpoint: str | None = None,
     tokens: str | None = None,
@@ -308,8 +271,15 @@ def main(
         model = common.model_of(checkpoint, random=random)
         rows = rows_of(tokens, model.vocabulary, s, seed)
         with common.mesh_of(tensor, expert, data, context) as mesh:
+            if b % mesh.shape["data"]:
+                raise ValueError(
+                    f"b: got {b}, wanted a multiple of {mesh.shape['data']}, over which data shares it out"
+                )
             batches = Batches(rows, b, NamedSharding(mesh, P("data")), seed)
-            trainer, states = Trainer(model, mesh, steps, rate, remat, only=only), States(keep, every, batches)
+            trainer, states = (
+                Trainer(model, mesh, steps, rate, remat, only=only),
+                States(keep, every, batches.described()),
+            )
             if (last := states.last()) is None:
                 first, state = 0, trainer.begin(common.parameters_of(model, checkpoint, mesh, jnp.float32))
             else:
