@@ -149,7 +149,8 @@ class Trainer:
         warmup = max(steps // 10, 1)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1))
         learns, speed = learning(model, only), speed if re.search(only, "routing") else 0
-        adamw = optax.masked(optax.adamw(schedule, weight_decay=0.1), learns)
+        adamw = optax.adamw(schedule, weight_decay=0.1)
+        adamw = optax.masked(adamw, learns) if only else adamw
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         dtype, policy = common.compute_dtype(), POLICIES[remat]
 
