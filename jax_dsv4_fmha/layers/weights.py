@@ -194,7 +194,8 @@ def to_state_dict(
       >>> tensors = to_state_dict(layer, layer.init(jax.random.key(0)), "layers.0.attn.")
       >>> tensors["layers.0.attn.wq_b.weight"].shape
       (128, 32)
-      >>> params = from_state_dict(layer, tensors, "layers.0.attn.")
+      >>> from_state_dict(layer, tensors, "layers.0.attn.")["wq_b"].shape
+      (32, 4, 32)
     """
     op = "to_state_dict"
     if not isinstance(layer, DSV4Attention):
