@@ -16,16 +16,32 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, engram, grouped, packed, serve, sinkhorn, speed, train
+from examples.deepseek_v4 import (
+    choices,
+    common,
+    data,
+    engram,
+    grouped,
+    metrics,
+    packed,
+    serve,
+    sinkhorn,
+    speed,
+    train,
+    weights,
+)
+from examples.deepseek_v4.checkpoint import Checkpoint, entries
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
 from examples.deepseek_v4.model import FIXED, Model
 from examples.deepseek_v4.packed import Packed
+from examples.deepseek_v4.save import save
 from examples.deepseek_v4.sinkhorn import doubly_stochastic
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serving import Request, Server
 from jax_dsv4_fmha import PackedExperts
+from jax_dsv4_fmha.layers import from_state_dict, to_state_dict
 
 from . import model_float64
 from .test_layer_config import published
@@ -362,6 +378,37 @@ def checkpoint(model, directory, block):
     return values | {name: x for name, x in files[0].items() if "tid2eid" in name}
 
 
+@pytest.mark.parametrize("name", ["v4", "v4.1"])
+def test_save(name, tmp_path, monkeypatch):
+    """What is loaded again is equal; a checkpoint that is saved like another has its names, files and stacks."""
+    model, params = small(name)
+    monkeypatch.setattr(weights, "words", lambda path: np.asarray(params["words"]))
+    assert np.asarray(params.get("words", [22])).max() == 22
+    save(model, params, tmp_path / "a", dtype=jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, load(model, tmp_path / "a", jnp.float32), params)
+    with pytest.raises(ValueError, match="got a directory with a checkpoint"):
+        save(model, params, tmp_path / "a")
+    if name == "v4.1":
+        return
+    tensors = dict(Checkpoint(tmp_path / "a"))  # as transformers saves them: other names, and experts in one
+    for i, layer in enumerate(model.layers):
+        attention = {x: tensors.pop(x) for x in list(tensors) if x.startswith(f"layers.{i}.attn.")}
+        p = from_state_dict(layer, attention, f"layers.{i}.attn.", jnp.float32)
+        tensors |= jax.device_get(to_state_dict(layer, p, f"layers.{i}.self_attn.", hugging_face=True))
+        w1, w2, w3 = (
+            np.stack([tensors.pop(f"layers.{i}.ffn.experts.{e}.w{w}.weight") for e in range(8)]) for w in (1, 2, 3)
+        )
+        tensors[f"layers.{i}.mlp.experts.gate_up_proj"] = np.concatenate([w1, w3], 1)
+        tensors[f"layers.{i}.mlp.experts.down_proj"] = w2
+    (tmp_path / "b").mkdir()
+    written(tmp_path / "b" / "model.safetensors", {f"model.{x}": tensor for x, tensor in tensors.items()})
+    (tmp_path / "b" / "config.json").write_text("{}")
+    save(model, params, tmp_path / "c", tmp_path / "b", jnp.float32)
+    got = {entry.name: entry.data for path in (tmp_path / "c").glob("*.safetensors") for entry in entries(path)}
+    assert got.keys() == {f"model.{x}" for x in tensors} and (tmp_path / "c" / "config.json").read_text() == "{}"
+    jax.tree.map(np.testing.assert_array_equal, load(model, tmp_path / "c", jnp.float32), params)
+
+
 def test_packed_experts_of_a_checkpoint(tmp_path):
     """In MXFP4, of sizes that `fused_moe` takes: each device has its experts' bytes, and nothing is gathered."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "layer_types": ["sliding_attention"]}
@@ -552,15 +599,29 @@ def test_sizes_of_models(name, moe, everything, active):
     total = sum(size for _, size in sizes)
     of_token = total - routed * (1 - 6 / model.experts) - shapes["embed"].size
     assert total == pytest.approx(everything, rel=0.02) and of_token == pytest.approx(active, rel=0.03)
-    assert train.flops(model, 128) == pytest.approx(6 * of_token, rel=0.02)
-    assert 6.1 * of_token < train.flops(model, 4096) < 6.8 * of_token
+    assert metrics.flops(model, 128) == pytest.approx(6 * of_token, rel=0.02)
+    assert 6.1 * of_token < metrics.flops(model, 4096) < 6.8 * of_token
 
 
 @pytest.mark.parametrize(
     "program, options",
     [
-        (serve, ("--fp8", "--fp4", "--fp8-products", "--fp8-products-bf16-rope", "--random", "--pages")),
-        (train, ("--remat", "--keep")),
+        (
+            serve,
+            (
+                "checkpoint",
+                "--expert",
+                "--fp8",
+                "--fp4",
+                "--fp8-products",
+                "--fp8-products-bf16-rope",
+                "--random",
+                "--pages",
+            ),
+        ),
+        (train, ("checkpoint", "--expert", "--remat", "--keep", "--coordinator")),
+        (data, ("--to", "--vocabulary")),
+        (metrics, ("--plot",)),
     ],
 )
 def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
@@ -570,7 +631,7 @@ def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     said = capsys.readouterr().out
     runpy.run_module("examples.deepseek_v4", run_name="__main__")
     assert f"python -m {program.__name__} --help\n" in capsys.readouterr().out
-    assert not done.value.code and all(option in said for option in ("checkpoint", "--expert", *options))
+    assert not done.value.code and all(option in said for option in options)
 
 
 @pytest.mark.slow

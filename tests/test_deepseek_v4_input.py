@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek_v4 import common, serve, speed, train
+from examples.deepseek_v4 import common, data, serve, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import Model
 from examples.serving import Request, Server
@@ -232,7 +232,7 @@ def test_a_config_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     "tokens, message",
     [
-        (np.arange(10), r"got 10 tokens, wanted at least 16, those of a sequence"),
+        (np.arange(10), r"got 10 tokens, wanted at least 16, those of a row"),
         (np.full(40, 64), r"from token 0 on: got 64 as token number 0, wanted integers from 0 to 63"),
         (np.array([*range(39), -1]), "got -1 as token number 39"),
         (np.array([5] * 39 + [2**32 + 5], np.int64), "got 4294967301 as token number 39"),
@@ -282,10 +282,11 @@ def test_the_rate_of_a_step(steps):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32])
-def test_batches_of_tokens(dtype, tmp_path):
+def test_rows_of_tokens(dtype, tmp_path):
     np.save(tmp_path / "tokens.npy", (np.arange(1000) % 64).astype(dtype))
-    made = train.batch(train.tokens_in(tmp_path / "tokens.npy", 64, 16), 64, 3, 4, 16)
-    assert made.dtype == np.int32 and (np.diff(made, axis=1) % 64 == 1).all()
+    rows = data.rows_of(str(tmp_path / "tokens.npy"), 64, 16, seed=0)
+    assert len(rows) == 62 and rows[61].tokens.dtype == np.int32 and rows[61].documents is None
+    np.testing.assert_array_equal(rows[61].tokens, (61 * 16 + np.arange(16)) % 64)
 
 
 @pytest.mark.parametrize("package", ["uvicorn", "starlette", "pydantic"])

@@ -14,7 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.deepseek_v4 import common, train
-from examples.deepseek_v4.model import FIXED
+from examples.deepseek_v4.checkpoint import Checkpoint
+from examples.deepseek_v4.model import FIXED, Model
+from examples.deepseek_v4.save import save
+from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import unzigzag, zigzag
 
 from .helpers import collectives
@@ -106,7 +109,8 @@ def test_train(tmp_path, capsys):
     how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
     losses = np.array(train.main(**how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
-    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
+    said = r"^step   16  loss [\d.]+, of indexers [\d.]+, gradient [\d.]+, load [\d.]+, recall [\d.]+; \d+ tokens/s$"
+    assert re.search(said, capsys.readouterr().out, re.M)
     first = train.main(**how, keep=tmp_path / "a", until=9)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "config.json").write_text(json.dumps(common.small()))
@@ -115,6 +119,35 @@ def test_train(tmp_path, capsys):
     np.testing.assert_array_equal([*first, *second], losses)
     others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
     np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_attention_learns_alone(tmp_path):
+    """From a checkpoint, and over devices; what is saved has all else as it was, under the same names."""
+    sizes = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "dspark_target_layer_ids": [0]}
+    config = {**common.small(), **sizes, "num_hash_layers": 0, "hc_sinkhorn_iters": 1}
+    model = Model.from_config(config)
+    params = model.init(jax.random.key(0), jnp.float32)
+    save(model, params, tmp_path / "before", dtype=jnp.float32)
+    (tmp_path / "before" / "config.json").write_text(json.dumps(config))
+    how = {"checkpoint": str(tmp_path / "before"), "steps": 4, "b": 2, "s": 48, "data": 2, "expert": 2}
+    losses = train.main(**how, only="attention/(w|sink)", save=str(tmp_path / "after"))
+    assert losses[-1] != losses[0]
+    assert {*Checkpoint(tmp_path / "after")} == {*Checkpoint(tmp_path / "before")}
+    assert (tmp_path / "after" / "config.json").read_text() == json.dumps(config)
+    got = load(model, tmp_path / "after", jnp.float32)
+    for (path, x), want in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(params), strict=True):
+        learns = re.search("attention/(w|sink)", jax.tree_util.keystr(path, simple=True, separator="/"))
+        assert (np.asarray(x) != np.asarray(want)).any() == bool(learns), path
+
+
+def test_what_learns(monkeypatch):
+    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    model = common.model_of(None)
+    names = jax.tree_util.tree_leaves_with_path(train.learning(model, "0/attention/sink$|^head"))
+    assert [jax.tree_util.keystr(path) for path, x in names if x] == ["['head']", "['layers'][0]['attention']['sink']"]
+    with pytest.raises(ValueError, match="--only: got 'sinks', wanted a part of a path such as"):
+        train.main(only="sinks")
 
 
 @pytest.mark.gpu

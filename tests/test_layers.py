@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
-from jax_dsv4_fmha.layers import Compressor, Shared, from_config, from_state_dict
+from jax_dsv4_fmha.layers import Compressor, Shared, from_config, from_state_dict, to_state_dict
 from tests import layers_float64
 from tests.helpers import collectives
 from tests.test_config import MODES as MODES_OF_JAX
@@ -450,6 +450,23 @@ def test_state_dict_of_deepseek(name):
     for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
         got = from_state_dict(layer, tensors, f"layers.{i}.attn.", jnp.float32)
         jax.tree.map(np.testing.assert_array_equal, got, p)
+        back, want = to_state_dict(layer, layer.joined(p), "a."), checkpoint(layer, p, "a.")
+        jax.tree.map(np.testing.assert_array_equal, dict(sorted(back.items())), dict(sorted(want.items())))
+
+
+def test_state_dict_of_hugging_face():
+    for layer, p in zip(*model("v4"), strict=True):
+        tensors = to_state_dict(layer, p, "b.", hugging_face=True)
+        assert "b.q_a_proj.weight" in tensors and "b.wq_a.weight" not in tensors
+        jax.tree.map(np.testing.assert_array_equal, from_state_dict(layer, tensors, "b.", jnp.float32), p)
+    layers, params = model("v4.1")
+    with pytest.raises(ValueError, match=r"to_state_dict: params: got indexer\.k_norm, wanted a parameter that"):
+        for layer, p in zip(layers, params, strict=True):
+            to_state_dict(layer, p, hugging_face=True)
+    with pytest.raises(TypeError, match="to_state_dict: layer"):
+        to_state_dict(None, params[0])
+    with pytest.raises(ValueError, match="params"):
+        to_state_dict(layers[0], {})
 
 
 def test_dtypes_of_random_parameters():

@@ -216,12 +216,21 @@ class Model:
         return out, Caches(out.caches, history)
 
     def rows(
-        self, params: Any, tokens: jax.Array, history: History | None = None, start: Any = 0, count: Any = None
+        self,
+        params: Any,
+        tokens: jax.Array,
+        history: History | None = None,
+        start: Any = 0,
+        count: Any = None,
+        place: jax.Array | None = None,
     ) -> tuple[dict[int, jax.Array], History | None]:
-        """The rows of the engrams' tables that each token finds, by layer; and the history after the tokens."""
+        """The rows of the engrams' tables that each token finds, by layer; and the history after the tokens.
+
+        place: int32 `[b, s]`, the position of each token in its document, if a sequence has several.
+        """
         if self.engrams is None:
             return {}, None
-        rows, after = self.engrams.found(params["words"], tokens, history, start, count)
+        rows, after = self.engrams.found(params["words"], tokens, history, start, count, place)
         return {layer: rows[:, :, i] for i, layer in enumerate(self.engrams.layers)}, after
 
     def forward(

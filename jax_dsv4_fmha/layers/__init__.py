@@ -8,7 +8,7 @@ from .indexer import Indexer
 from .outputs import LayerCache, Output, Shared
 from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
-from .weights import from_state_dict
+from .weights import from_state_dict, to_state_dict
 from .zigzag import unzigzag, zigzag
 
 STEP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -31,6 +31,7 @@ __all__ = [
     "hadamard",
     "inverse_rope",
     "rope",
+    "to_state_dict",
     "unzigzag",
     "zigzag",
 ]

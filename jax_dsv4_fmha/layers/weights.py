@@ -1,4 +1,4 @@
-"""Parameters from checkpoints: Hugging Face's names and DeepSeek's."""
+"""Parameters from checkpoints, and back: Hugging Face's names and DeepSeek's."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
+from . import _params
 from ._operands import IN_FLOAT32, shapes
 from .attention import DSV4Attention
 
@@ -169,6 +170,54 @@ def from_state_dict(
     if unused:
         raise _check.error(ValueError, _OP, "tensors", f"{', '.join(unused)} under {prefix!r}", "a layer's alone")
     return params
+
+
+def to_state_dict(
+    layer: DSV4Attention, params: Any, prefix: str = "", *, hugging_face: bool = False
+) -> dict[str, jax.Array]:
+    """The tensors of a layer's parameters, as `from_state_dict` reads them: matrices `[out, in]`, in their own dtypes.
+
+    Args:
+      layer: the layer.
+      params: its parameters, as `init` or `joined` makes them.
+      prefix: what the names begin with.
+      hugging_face: whether they are Hugging Face's names, and not DeepSeek's.
+
+    Raises:
+      ValueError: params differ from what `init` makes, or have a parameter without a name of Hugging Face's.
+      TypeError: not a layer.
+
+    Examples:
+      >>> import jax
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict, to_state_dict
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> tensors = to_state_dict(layer, layer.init(jax.random.key(0)), "layers.0.attn.")
+      >>> tensors["layers.0.attn.wq_b.weight"].shape
+      (128, 32)
+      >>> from_state_dict(layer, tensors, "layers.0.attn.")["wq_b"].shape
+      (32, 4, 32)
+    """
+    op = "to_state_dict"
+    if not isinstance(layer, DSV4Attention):
+        raise _check.error(TypeError, op, "layer", layer, "a DSV4Attention")
+    _params.check(layer, params)
+    names, found = _HUGGING_FACE if hugging_face else _DEEPSEEK, dict[str, jax.Array]()
+    for path, x in jax.tree_util.tree_leaves_with_path(_params.separate(layer, params)):
+        leaf = ".".join(p.key for p in path)
+        if leaf not in names:
+            raise _check.error(ValueError, op, "params", leaf, "a parameter that Hugging Face has a name for")
+        parts = [names[leaf]] if isinstance(names[leaf], str) else list(names[leaf])
+        if leaf == "wo_a":  # [groups · rank, heads of a group · d]
+            g, heads, d, rank = x.shape
+            x = jnp.transpose(x, (0, 3, 1, 2)).reshape(g * rank, heads * d)
+        elif parts[0].endswith(".weight") and x.ndim > 1:  # [out, in]; wo_b has two axes in, all others one
+            n = 2 if leaf == "wo_b" else 1
+            x = x.reshape(math.prod(x.shape[:n]), -1).T
+            if leaf.endswith("compressor.w") and _has_no_gate(layer, leaf):
+                parts = parts[:1]
+        for part, tensor in zip(parts, jnp.split(x, len(parts)), strict=True):
+            found[prefix + part] = tensor
+    return found
 
 
 def _prefixes(tensors: Mapping[str, Any]) -> str:
