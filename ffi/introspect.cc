@@ -13,6 +13,7 @@
 #include "kv_insert_plan.h"
 #include "mha_backward_plan.h"
 #include "mla_backward_plan.h"
+#include "moe_router_plan.h"
 #include "probabilities_plan.h"
 #include "registry.h"
 #include "rope_plan.h"
@@ -237,6 +238,13 @@ int dsv4_fmha_plan_grouped_product(const FusedMoeShape* shape, bool gated, float
                                    size_t error_bytes) {
   return Show(kGroupedProduct.name, PlanGroupedProduct(*shape, gated, *tiles, limit, *addresses),
               CheckFusedMoeShape(*shape), out, error, error_bytes);
+}
+
+// A router, by clusters that take tile_m rows each: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_moe_router(const MoeRouterShape* shape, float unit, float scale, int32_t tile_m,
+                              const MoeRouterAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  return Show(kMoeRouter.name, PlanMoeRouter(*shape, unit, scale, tile_m, *addresses), CheckMoeRouterShape(*shape), out,
+              error, error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

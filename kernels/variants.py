@@ -14,6 +14,7 @@ from .abi import (
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
     ROTARY,
+    ROUTED_AT_ONCE,
     Combine,
     FewRowsProduct,
     Forward,
@@ -28,6 +29,7 @@ from .abi import (
     MhaBackward,
     MlaBackward,
     Mode,
+    MoeRouter,
     NormRope,
     Probabilities,
     Rope,
@@ -268,6 +270,10 @@ VARIANTS: tuple[Variant, ...] = (
         for rows in (FEW_ROWS, ANY)
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
+    *(
+        MoeRouter("moe_router", "sm_90a", f"{HOPPER}.moe_router.kernel", "bfloat16", rows)
+        for rows in (ROUTED_AT_ONCE, ANY)
+    ),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

@@ -31,6 +31,7 @@ from interpreter.kernels.native import (
     plan_key_codes,
     plan_kv_insert,
     plan_mha_backward,
+    plan_moe_router,
     plan_probabilities,
     plan_rope,
     plan_row_columns,
@@ -54,6 +55,7 @@ from kernels.abi import (
     KeyCodes,
     KvInsert,
     MhaBackward,
+    MoeRouter,
     NormRope,
     Probabilities,
     Rope,
@@ -181,6 +183,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
             launch = plan_group_rows(sizes, tile_m=16)
         else:
             launch = plan_grouped_product(sizes, variant.gated, 1.0, tile_m=16, tile_n=128, processors=132)
+    elif isinstance(variant, MoeRouter):
+        sizes = {"rows": 70, "k": 512, "experts": 48, "chosen": 6, "is_given": 0, "is_sigmoid": 0}
+        launch = plan_moe_router(sizes, 1.0, 1.5, tile_m=16)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):
