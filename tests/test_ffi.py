@@ -41,6 +41,7 @@ from jax_dsv4_fmha._host import (
     key_codes,
     kv_insert,
     library,
+    moe_router,
     rope,
     seen_slots,
     split_kv,
@@ -131,7 +132,7 @@ def test_a_mode_is_the_same_for_kernels_and_the_package():
 
 
 def test_every_target_has_a_raw_call():
-    modules = (few_rows_product, fused_moe, gradients, indexer, key_codes, kv_insert, rope, seen_slots)
+    modules = (few_rows_product, fused_moe, gradients, indexer, key_codes, kv_insert, moe_router, rope, seen_slots)
     raw = {name for module in modules for name in vars(module)}
     with_modes = {v.name for v in VARIANTS if v.op in (*FORWARD_OPS, *BACKWARD_OPS)}
     assert {name.removesuffix("_shared_kv") for name in TARGETS if name not in with_modes} <= raw

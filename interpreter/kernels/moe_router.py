@@ -21,8 +21,7 @@ BF16 = ml_dtypes.bfloat16
 SCALE = 2.5
 TEMPERATURE = 0.75
 UNIT = float(np.float32(1 / TEMPERATURE))
-TOLERANCE = 2e-6  # of a weight
-NEAR = 1e-6  # of two scores that may change places in the choice
+TOLERANCE = 2e-6  # of a weight, and of two scores that may change places in the choice
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def route(variant: MoeRouter, x: Problem, **how: Any) -> tuple[Array, Array]:
     return found("weights", np.float32), found("chosen", np.int32) if x.given is None else x.given
 
 
-def judge(x: Problem, weights: Array, chosen: Array) -> None:
+def judge(x: Problem, weights: Array, chosen: Array, tolerance: float = TOLERANCE) -> None:
     """Raises Wrong unless the greatest scores are chosen, in their order, and weights are right."""
     e = x.gate.shape[1]
     if (chosen < 0).any() or (chosen >= e).any():
@@ -109,10 +108,10 @@ def judge(x: Problem, weights: Array, chosen: Array) -> None:
             if len(set(experts.tolist())) < x.chosen:
                 raise Wrong(f"experts of row {row} are chosen twice: {experts.tolist()}")
             got, want = biased[row, experts], np.sort(biased[row])[::-1][: x.chosen]
-            if (np.abs(got - want) > NEAR).any():
+            if (np.abs(got - want) > tolerance).any():
                 raise Wrong(f"experts of row {row} are {experts.tolist()}, of {got.tolist()}, wanted {want.tolist()}")
     want = x.weights_of(chosen)
-    wrong = ~(np.abs(weights - want) <= TOLERANCE * want)
+    wrong = ~(np.abs(weights - want) <= tolerance * want)
     if wrong.any():
         row, place = (int(i) for i in np.argwhere(wrong)[0])
         raise Wrong(
