@@ -15,6 +15,7 @@ from interpreter.kernels.moe_router import SCALE, TEMPERATURE, Problem, judge
 from jax_dsv4_fmha import EXPORT_CHECKS, explain, moe_router
 from jax_dsv4_fmha._definitions.router import SCORES
 from jax_dsv4_fmha._host import moe_router as raw
+from jax_dsv4_fmha._testing.cases import ROUTER
 from kernels.abi import MoeRouter
 from kernels.sm90.moe_router import config
 
@@ -196,6 +197,20 @@ def test_kernel(case):
     x = GPU_CASES[case]()
     weights, chosen = jax.jit(lambda: route(x, implementation="cubin"))()
     judge(x, np.asarray(weights[0]), np.asarray(chosen[0]), FLOAT32)
+
+
+@pytest.mark.parametrize("case", [case for case in ROUTER if case.s_q < 100], ids=lambda case: case.name)
+def test_definition_in_cases_of_check(case):
+    right, says = case.judge("reference")
+    assert right, says
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("case", ROUTER, ids=lambda case: case.name)
+def test_kernel_in_cases_of_check(case):
+    right, says = case.judge("cubin")
+    assert right, says
 
 
 @pytest.mark.gpu
