@@ -216,12 +216,12 @@ def _insert() -> tuple[InsertCase, ...]:
 
 def _router() -> tuple[RouterCase, ...]:
     return (
-        RouterCase(s_q=1, d=4096, s_c=256, topk=6),
-        RouterCase(b=2, s_q=9, d=512, s_c=48, topk=5, features=("sigmoid",)),
-        RouterCase(s_q=20, d=1088, s_c=144, topk=32),
-        RouterCase(s_q=300, d=512, s_c=512, topk=8),
-        RouterCase(s_q=40, d=576, s_c=64, topk=6, features=("given",)),
-        RouterCase(s_q=270, d=7168, s_c=384, topk=6, features=("given", "sigmoid")),
+        RouterCase(s_q=1, k=4096, s_c=256, topk=6),
+        RouterCase(b=2, s_q=9, k=512, s_c=48, topk=5, features=("sigmoid",)),
+        RouterCase(s_q=20, k=1088, s_c=144, topk=32),
+        RouterCase(s_q=300, k=512, s_c=512, topk=8),
+        RouterCase(s_q=40, k=576, s_c=64, topk=6, features=("given",)),
+        RouterCase(s_q=270, k=4096, s_c=256, topk=6, features=("given", "sigmoid")),
     )
 
 

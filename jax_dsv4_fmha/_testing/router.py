@@ -20,24 +20,24 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterCase(Case):
-    """A router of d numbers a token, to topk of s_c experts; features: "given" experts, scores by a "sigmoid"."""
+    """A router of k numbers a token, to topk of s_c experts; features: "given" experts, scores by a "sigmoid"."""
 
     op = "moe_router"
 
-    d: int
+    k: int
     s_c: int
     topk: int
     features: tuple[str, ...] = ()
 
     @property
     def work(self) -> int:
-        return self.b * self.s_q * self.d * self.s_c
+        return self.b * self.s_q * self.k * self.s_c
 
     def judge(self, implementation: Implementation) -> Judgement:
         """The results of an implementation, and of a second run."""
         rng = np.random.default_rng(0)
-        x = jnp.asarray(rng.standard_normal((self.b, self.s_q, self.d)), self.dtype)
-        gate = (rng.standard_normal((self.d, self.s_c)) * 2 * self.d**-0.5).astype(np.float32)
+        x = jnp.asarray(rng.standard_normal((self.b, self.s_q, self.k)), self.dtype)
+        gate = (rng.standard_normal((self.k, self.s_c)) * 2 * self.k**-0.5).astype(np.float32)
         bias = (rng.standard_normal(self.s_c) / 4).astype(np.float32)
         given = rng.integers(0, self.s_c, (self.b, self.s_q, self.topk), np.int32)
         of_choice: dict[str, Any] = {"bias": bias, "top_k": self.topk}
