@@ -6,7 +6,8 @@
     finish      a warp a token: the sum of all parts, in their order (DSMEM); scores; rounds of a greatest one; weights
 
 Products have the precision of float32, by tensor cores. A number of the gate is exactly the sum of three of bfloat16:
-its mantissa's upper 8 bits, the next 8, and the last 8. x is of bfloat16, so no product is rounded.
+its mantissa's upper 8 bits, the next 8, and the last 8. x is of bfloat16, so no product is rounded. Tensor cores
+need not round their sums as float32 does: they sum 32 of k at a time, and plain additions sum the rest.
 
 The gate is `[k, e]`, and its rows are 16 columns of a product's A: a lane has two experts of four numbers of k, which
 lie 4 apart in k from those of the lane beside it. x has the same order: four neighbours, 8 bytes of SMEM.
@@ -43,7 +44,7 @@ from kernels.lib.ptx import (
 )
 from kernels.lib.rows import ceil_div, load, store
 
-from .config import AT_ONCE, BLOCK, CHAINS, CHUNK, MOST_CHOSEN, PARTS, STEPS, UNIT, WARPS, Config
+from .config import AT_ONCE, BLOCK, CHUNK, MOST_CHOSEN, PARTS, STEPS, TOGETHER, UNIT, WARPS, Config
 
 UPPER_HALVES = 0x7632  # of two words, by `permute_bytes`
 NAN = float("nan")
@@ -139,7 +140,7 @@ class MoeRouterSm90(Kernel):
         c, warp = self.config, cute.arch.make_warp_uniform(cute.arch.warp_idx())
         items = (n.e // BLOCK - warp + WARPS - 1) // WARPS * part.count
         words = [cute.make_rmem_tensor(STEPS * 8, Uint32) for _ in range(c.depth)]
-        sums = cute.make_rmem_tensor(c.tile_m // 8 * CHAINS * 4, Float32)
+        sums = cute.make_rmem_tensor(c.tile_m // 2, Float32)
         sums.fill(0.0)
         to_load, to_load_block, unit, block = Int32(0), warp, Int32(0), warp
         for j in cutlass.range_constexpr(c.depth):
@@ -186,17 +187,19 @@ class MoeRouterSm90(Kernel):
         """sums += a unit of k of a block of experts times that of all tokens."""
         c, lane = self.config, cute.arch.lane_idx()
         place = part.x + lane // 4 * part.pitch + unit * (UNIT * 2) + lane % 4 * 8
-        for step in cutlass.range_constexpr(STEPS):
-            parts = [split(words[8 * step + j], words[8 * step + 2 + j]) for j in (0, 1, 4, 5)]
-            high, middle, low = zip(*parts, strict=True)  # each of two experts, of two and again two numbers of k
+        for first in cutlass.range_constexpr(0, STEPS, TOGETHER):
+            thirds = []  # of the gate's bits, then of steps
+            for step in cutlass.range_constexpr(first, first + TOGETHER):
+                parts = [split(words[8 * step + j], words[8 * step + 2 + j]) for j in (0, 1, 4, 5)]
+                thirds.append(list(zip(*parts, strict=True)))  # each of two experts, of two and again two numbers of k
             for tokens in cutlass.range_constexpr(c.tile_m // 8):
-                b = load_shared_two_words(place + tokens * 8 * part.pitch, step * 32)
-                acc = [tuple(sums[(tokens * CHAINS + i) * 4 + r] for r in range(4)) for i in range(CHAINS)]
-                acc[0] = multiply_warp(acc[0], high, b)
-                acc[1] = multiply_warp(multiply_warp(acc[1], low, b), middle, b)
-                for i in cutlass.range_constexpr(CHAINS):
-                    for r in cutlass.range_constexpr(4):
-                        sums[(tokens * CHAINS + i) * 4 + r] = acc[i][r]
+                b = [load_shared_two_words(place + tokens * 8 * part.pitch, (first + i) * 32) for i in range(TOGETHER)]
+                acc = (Float32(0.0),) * 4
+                for third in cutlass.range_constexpr(2, -1, -1):  # small numbers first
+                    for i in cutlass.range_constexpr(TOGETHER):
+                        acc = multiply_warp(acc, thirds[i][third], b[i])
+                for r in cutlass.range_constexpr(4):
+                    sums[4 * tokens + r] += acc[r]
 
     @cute.jit
     def put(self, sums: cute.Tensor, part: Part, block: Int32):
@@ -204,7 +207,7 @@ class MoeRouterSm90(Kernel):
         c, lane = self.config, cute.arch.lane_idx()
         place = part.sums + lane % 4 * 2 * part.sums_pitch + (block * BLOCK + lane // 4 * 2) * 4
         for tokens in cutlass.range_constexpr(c.tile_m // 8):
-            own = [sums[tokens * CHAINS * 4 + r] + sums[tokens * CHAINS * 4 + 4 + r] for r in range(4)]
+            own = [sums[4 * tokens + r] for r in range(4)]
             for i in cutlass.range_constexpr(2):
                 store_shared_two(place + (tokens * 8 + i) * part.sums_pitch, 0, own[i], own[2 + i])
         sums.fill(0.0)
