@@ -42,6 +42,7 @@ from jax_dsv4_fmha._host import (
     key_codes,
     kv_insert,
     library,
+    moe_router,
     rope,
     seen_slots,
     split_kv,
@@ -140,6 +141,7 @@ def test_every_target_has_a_raw_call():
         indexer,
         key_codes,
         kv_insert,
+        moe_router,
         rope,
         seen_slots,
     )

@@ -1,4 +1,4 @@
-"""The suite experts: the experts of a layer of DeepSeek-V4-Flash, from weights in MXFP4."""
+"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, and the router before them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._definitions.experts import GROUP, pack_experts
 from .._ops.fused_moe import fused_moe
+from .._ops.moe_router import moe_router
 from .measure import Operands
 from .row import CallRow, Suite
 
@@ -62,4 +63,51 @@ class ExpertsRow(CallRow):
         return fused_moe(**operands, limit=LIMIT)
 
 
-SUITE = Suite("experts", "#7f3f5f", tuple(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)))
+@dataclass(frozen=True, kw_only=True)
+class RouterRow(CallRow):
+    """The router of a layer, beside XLA's."""
+
+    op = "moe_router"
+
+    tokens: int
+    k: int = 4096
+    experts: int = 256
+    chosen: int = 6
+
+    @property
+    def name(self) -> str:
+        return f"router of {self.tokens} tokens, {self.chosen} of {self.experts}, k {self.k}"
+
+    @property
+    def flops(self) -> float:
+        """Operations of three products of bfloat16 for each of float32."""
+        return 6.0 * self.tokens * self.k * self.experts
+
+    @property
+    def bytes(self) -> float:
+        return 4.0 * self.experts * (self.k + 1) + self.tokens * (2.0 * self.k + 8.0 * self.chosen)
+
+    def operands(self, key: jax.Array) -> Operands:
+        of_x, of_gate, of_bias = jax.random.split(key, 3)
+        return {
+            "x": jax.random.normal(of_x, (1, self.tokens, self.k), jnp.bfloat16),
+            "gate": jax.random.normal(of_gate, (self.k, self.experts)) * self.k**-0.5,
+            "bias": jax.random.normal(of_bias, (self.experts,)) / 8,
+        }
+
+    def ours(self, **operands: Any) -> Any:
+        return moe_router(**operands, top_k=self.chosen, scale=1.5)
+
+    def peer(self, name: str, **operands: Any) -> Any:
+        return moe_router(**operands, top_k=self.chosen, scale=1.5, implementation="reference")
+
+
+SUITE = Suite(
+    "experts",
+    "#7f3f5f",
+    (
+        *(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(RouterRow(tokens=n, peers=("xla",)) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(RouterRow(tokens=n, k=7168, experts=384, peers=("xla",)) for n in (1, 64, 4096)),
+    ),
+)
