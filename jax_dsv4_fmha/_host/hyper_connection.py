@@ -1,5 +1,7 @@
 """The raw call of hyper-connections."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,10 @@ def hyper_connection(
     """
     numbers = tuple(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (post, post, mix))
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(y.shape, y.dtype), *numbers)
-    attributes = {"iterations": np.int64(iterations), "eps": np.float32(eps), "hc_eps": np.float32(hc_eps)}
+    attributes: dict[str, Any] = {
+        "iterations": np.int64(iterations),
+        "eps": np.float32(eps),
+        "hc_eps": np.float32(hc_eps),
+    }
     operands = (x, y, post, mix, taken, fn, scale, base, norm)
     return tuple(call("hyper_connection", results, *operands, **attributes))

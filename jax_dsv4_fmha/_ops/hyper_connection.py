@@ -10,7 +10,7 @@ from .._definitions import hyper_connection as definition
 from .._definitions.hyper_connection import NUMBERS, STREAMS
 from .._dispatch.autodiff import Differentiable, Function
 from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Op
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Op, Params
 from .._dispatch.support import Support
 from .._host import hyper_connection as raw
 from .._host import library
@@ -118,7 +118,7 @@ def hyper_connection(
     _check.implementation(op, implementation)
     taken = jnp.zeros((*y.shape[:2], 0), jnp.float32) if taken is None else taken
     fn = fn.reshape(NUMBERS, STREAMS, -1)
-    params = (("iterations", iterations), ("eps", eps), ("hc_eps", hc_eps))
+    params: Params = (("iterations", iterations), ("eps", eps), ("hc_eps", hc_eps))
     if implementation == "reference":
         made = definition.hyper_connection(x, y, post, mix, taken, fn, scale, base, norm, **dict(params))
         return HyperConnection(*made)
@@ -135,13 +135,11 @@ def _support(x: jax.Array) -> Support:
 
 
 def _definition(*operands: jax.Array, **params: Any) -> Arrays:
-    *given, fn, scale, base, norm = operands
-    return definition.hyper_connection(*given, fn[0], scale[0], base[0], norm[0], **params)
+    return definition.hyper_connection(*operands[:5], *(a[0] for a in operands[5:]), **params)
 
 
 def _kernel(*operands: jax.Array, **params: Any) -> Arrays:
-    *given, fn, scale, base, norm = operands
-    return raw.hyper_connection(*given, fn[0], scale[0], base[0], norm[0], **params)
+    return raw.hyper_connection(*operands[:5], *(a[0] for a in operands[5:]), **params)
 
 
 def _gradient(*operands: jax.Array, **params: Any) -> Arrays:
