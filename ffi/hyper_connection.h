@@ -31,7 +31,7 @@ struct HyperConnection {
     Tiles tiles = kernels.front()->TilesOn(stream.device);
     tiles.processors = loaded.clusters * tiles.cluster;  // parts of the chip with an odd CTA too few have fewer
     auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, tiles, at);
-    return Launch(kernels.front(), stream, plan, /*overlaps=*/true);
+    return Launch(kernels.front(), stream, plan);  // which reads fn at once: it may not overlap what makes that
   }
 };
 

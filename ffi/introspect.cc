@@ -14,7 +14,6 @@
 #include "kv_insert_plan.h"
 #include "mha_backward_plan.h"
 #include "mla_backward_plan.h"
-#include "moe_router_plan.h"
 #include "probabilities_plan.h"
 #include "registry.h"
 #include "rope_plan.h"
@@ -247,13 +246,6 @@ int dsv4_fmha_plan_hyper_connection(const HyperConnectionShape* shape, float eps
                                     size_t error_bytes) {
   return Show(kHyperConnection.name, PlanHyperConnection(*shape, eps, hc_eps, *tiles, *addresses),
               CheckHyperConnectionShape(*shape), out, error, error_bytes);
-}
-
-// A router, by clusters that take tile_m rows each: 0, or -1 with the reason in `error`.
-int dsv4_fmha_plan_moe_router(const MoeRouterShape* shape, float unit, float scale, int32_t tile_m,
-                              const MoeRouterAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
-  return Show(kMoeRouter.name, PlanMoeRouter(*shape, unit, scale, tile_m, *addresses), CheckMoeRouterShape(*shape), out,
-              error, error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

@@ -721,33 +721,11 @@ class HyperConnection(Variant):
         )
 
 
-ROUTED_AT_ONCE = 256
-"""rows that a router takes in small tiles, all at a time"""
-
-
-@dataclass(frozen=True)
-class MoeRouter(Variant):
-    """The experts of each row, chosen by scores or given, and their weights."""
-
-    dtype: str  # of x
-    max_rows: int = ANY
-
-    family, layout = "moe_router", "moe_router"
-
-    @property
-    def params(self) -> Params:
-        return (
-            *each("address", "x", "gate", "bias", "given", "weights", "chosen"),
-            *each("int32", "rows", "k", "e", "c", "is_given", "is_sigmoid"),
-            *each("float32", "unit", "scale"),
-        )
-
-
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
-    *(MoeRouter, HyperConnection),
+    HyperConnection,
 )
 
 

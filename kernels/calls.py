@@ -419,23 +419,6 @@ TARGETS = (
     *(
         Target(
             name,
-            "moe_router",
-            (
-                *arrays("x: T[b s_q k]"),
-                array("gate: f32[k e]", aligned=True),
-                of_choice,
-            ),
-            arrays("weights: f32[b s_q n_chosen]", *made),
-            {"unit": "float32", "scale": "float32", "score": "string"},
-        )
-        for name, of_choice, made in (
-            ("moe_router", array("bias: f32[e]"), ("chosen: s32[b s_q n_chosen]",)),
-            ("moe_router_of_given", array("given: s32[b s_q n_chosen]"), ()),
-        )
-    ),
-    *(
-        Target(
-            name,
             "kv_insert",
             (
                 *kept,

@@ -14,7 +14,6 @@ from .abi import (
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
     ROTARY,
-    ROUTED_AT_ONCE,
     Combine,
     FewRowsProduct,
     Forward,
@@ -30,7 +29,6 @@ from .abi import (
     MhaBackward,
     MlaBackward,
     Mode,
-    MoeRouter,
     NormRope,
     Probabilities,
     Rope,
@@ -272,10 +270,6 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
-    *(
-        MoeRouter("moe_router", "sm_90a", f"{HOPPER}.moe_router.kernel", "bfloat16", rows)
-        for rows in (ROUTED_AT_ONCE, ANY)
-    ),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

@@ -32,7 +32,6 @@ from interpreter.kernels.native import (
     plan_key_codes,
     plan_kv_insert,
     plan_mha_backward,
-    plan_moe_router,
     plan_probabilities,
     plan_rope,
     plan_row_columns,
@@ -57,7 +56,6 @@ from kernels.abi import (
     KeyCodes,
     KvInsert,
     MhaBackward,
-    MoeRouter,
     NormRope,
     Probabilities,
     Rope,
@@ -188,9 +186,6 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
     elif isinstance(variant, HyperConnection):
         sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
         launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)
-    elif isinstance(variant, MoeRouter):
-        sizes = {"rows": 70, "k": 512, "experts": 48, "chosen": 6, "is_given": 0, "is_sigmoid": 0}
-        launch = plan_moe_router(sizes, 1.0, 1.5, tile_m=16)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

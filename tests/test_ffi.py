@@ -42,7 +42,6 @@ from jax_dsv4_fmha._host import (
     key_codes,
     kv_insert,
     library,
-    moe_router,
     rope,
     seen_slots,
     split_kv,
@@ -141,7 +140,6 @@ def test_every_target_has_a_raw_call():
         indexer,
         key_codes,
         kv_insert,
-        moe_router,
         rope,
         seen_slots,
     )

@@ -24,7 +24,6 @@ MORE = (
     ("parts of attention, over keys that no two share", "`merge`"),
     ("experts with weights in MXFP4", "`pack_experts`, then `fused_moe`"),
     ("a residual of four streams, between two sublayers", "`hyper_connection`"),
-    ("a router's gate; I want each token's experts and their weights", "`moe_router`"),
 )
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import HyperConnection, PackedExperts, fused_moe, hyper_connection, moe_router
+from jax_dsv4_fmha import HyperConnection, PackedExperts, fused_moe, hyper_connection
 from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
@@ -41,8 +41,7 @@ SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
-SCORES = ("sqrtsoftplus", "sigmoid")
-"""of routers, by the names that configs have for them"""
+SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
 
 
 class Caches(NamedTuple):
@@ -360,10 +359,15 @@ class Model:
         routing is a table `[vocabulary, k]` of experts, or a bias `[experts]` that balances them: it has a say in the
         choice, and none in the weights.
         """
-        how = {"score": self.score, "temperature": self.temperature, "scale": self.scale}
+        scores = jnp.matmul(x.astype(jnp.float32), gate, precision="highest")
+        scores = SCORES[self.score](scores / self.temperature)
         if routing.ndim == 2:
-            return moe_router(x, gate, given=routing[tokens], **how)
-        return moe_router(x, gate, routing, top_k=self.chosen, **how)
+            chosen = routing[tokens]
+        else:
+            best = lambda scores: jax.lax.top_k(scores, self.chosen)[1]  # noqa: E731
+            chosen = on_own_tokens(best, jax.lax.stop_gradient(scores) + routing)
+        weights = jnp.take_along_axis(scores, chosen, -1)
+        return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
 
     def of_experts(
         self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0

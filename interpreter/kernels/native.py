@@ -487,20 +487,6 @@ def plan_hyper_connection(
     )
 
 
-def plan_moe_router(
-    shape: dict[str, int], unit: float, scale: float, *, tile_m: int, addresses: dict[str, int] | None = None
-) -> Plan:
-    """Returns the launch of a router."""
-    return planned(
-        "moe_router",
-        ctypes.byref(filled("MoeRouterShape", **shape)),
-        ctypes.c_float(unit),
-        ctypes.c_float(scale),
-        ctypes.c_int32(tile_m),
-        addressed("moe_router", addresses),
-    )
-
-
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """Returns the launch that inserts entries into a cache."""
     return planned(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from .._definitions.experts import GROUP, pack_experts
 from .._ops.fused_moe import fused_moe
 from .._ops.hyper_connection import hyper_connection
-from .._ops.moe_router import moe_router
 from .measure import Operands
 from .row import CallRow, Suite
 
@@ -65,45 +64,6 @@ class ExpertsRow(CallRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterRow(CallRow):
-    """The router of a layer, beside XLA's."""
-
-    op = "moe_router"
-
-    tokens: int
-    k: int = 4096
-    experts: int = 256
-    chosen: int = 6
-
-    @property
-    def name(self) -> str:
-        return f"router of {self.tokens} tokens, {self.chosen} of {self.experts}, k {self.k}"
-
-    @property
-    def flops(self) -> float:
-        """Operations of three products of bfloat16 for each of float32."""
-        return 6.0 * self.tokens * self.k * self.experts
-
-    @property
-    def bytes(self) -> float:
-        return 4.0 * self.experts * (self.k + 1) + self.tokens * (2.0 * self.k + 8.0 * self.chosen)
-
-    def operands(self, key: jax.Array) -> Operands:
-        of_x, of_gate, of_bias = jax.random.split(key, 3)
-        return {
-            "x": jax.random.normal(of_x, (1, self.tokens, self.k), jnp.bfloat16),
-            "gate": jax.random.normal(of_gate, (self.k, self.experts)) * self.k**-0.5,
-            "bias": jax.random.normal(of_bias, (self.experts,)) / 8,
-        }
-
-    def ours(self, **operands: Any) -> Any:
-        return moe_router(**operands, top_k=self.chosen, scale=1.5)
-
-    def peer(self, name: str, **operands: Any) -> Any:
-        return moe_router(**operands, top_k=self.chosen, scale=1.5, implementation="reference")
-
-
-@dataclass(frozen=True, kw_only=True)
 class HyperConnectionRow(CallRow):
     """The hyper-connections before a sublayer."""
 
@@ -133,7 +93,7 @@ class HyperConnectionRow(CallRow):
             "post": jax.random.uniform(keys[2], (1, t, 4)),
             "mix": jax.random.uniform(keys[3], (1, t, 4, 4)) / 2,
             "fn": jax.random.normal(keys[4], (24, 4 * h)) * (4 * h) ** -0.5,
-            **{"scale": jnp.ones(3), "base": jnp.zeros(24), "norm": jnp.ones(h)},
+            "scale": jnp.ones(3), "base": jnp.zeros(24), "norm": jnp.ones(h),
         }
 
     def ours(self, **operands: Any) -> Any:
@@ -145,8 +105,6 @@ SUITE = Suite(
     "#7f3f5f",
     (
         *(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
-        *(RouterRow(tokens=n, peers=("xla",)) for n in (1, 8, 64, 256, 1024, 4096)),
         *(HyperConnectionRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
-        *(RouterRow(tokens=n, k=7168, experts=384, peers=("xla",)) for n in (1, 64, 4096)),
     ),
 )

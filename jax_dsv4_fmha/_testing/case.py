@@ -14,7 +14,7 @@ from .words import said
 
 _USUAL: dict[str, Any] = {
     "b": 1, "s_q": 64, "s_kv": 64, "h_q": 1, "h_kv": 1, "d": 64, "dtype": "bfloat16", "shared_kv": False,
-    "span": "full", "sink": "none", "window": 128, "ratio": 0, "topk": 0, "s_c": 0, "k": 0, "decode": False, "page": 0,
+    "span": "full", "sink": "none", "window": 128, "ratio": 0, "topk": 0, "s_c": 0, "decode": False, "page": 0,
     "features": (),
 }  # fmt: skip
 """All fields of cases, in the order that an id has them, and what an id leaves out."""

@@ -10,7 +10,6 @@ from .case import Case
 from .indexer import BlocksCase, ChoiceCase, IndexerCase, ScoresCase
 from .insert import InsertCase
 from .rope import NormRopeCase, RopeCase, RopeHadamardCase
-from .router import RouterCase
 
 
 def _attention() -> tuple[AttentionCase, ...]:
@@ -214,16 +213,5 @@ def _insert() -> tuple[InsertCase, ...]:
     )
 
 
-def _router() -> tuple[RouterCase, ...]:
-    return (
-        RouterCase(s_q=1, k=4096, s_c=256, topk=6),
-        RouterCase(b=2, s_q=9, k=512, s_c=48, topk=5, features=("sigmoid",)),
-        RouterCase(s_q=20, k=1088, s_c=144, topk=32),
-        RouterCase(s_q=300, k=512, s_c=512, topk=8),
-        RouterCase(s_q=40, k=576, s_c=64, topk=6, features=("given",)),
-        RouterCase(s_q=270, k=4096, s_c=256, topk=6, features=("given", "sigmoid")),
-    )
-
-
-ATTENTION, INDEXER, ROPE, INSERT, ROUTER = _attention(), _indexer(), _rope(), _insert(), _router()
-CASES: tuple[Case, ...] = (*ATTENTION, *INDEXER, *ROPE, *INSERT, *ROUTER)
+ATTENTION, INDEXER, ROPE, INSERT = _attention(), _indexer(), _rope(), _insert()
+CASES: tuple[Case, ...] = (*ATTENTION, *INDEXER, *ROPE, *INSERT)

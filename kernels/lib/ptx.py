@@ -111,19 +111,6 @@ def relu(x: Float32) -> Float32:
     return ptx("max.NaN.f32 $0, $1, 0f00000000;", Float32(x), gives=(Float32,), pure=True)[0]
 
 
-def exp_accurately(x: Float32) -> Float32:
-    """e^x: the product with log2(e), and what rounding took from it, so that a large x loses no bits."""
-    text = """{ .reg .f32 y, high, low;
-        mul.rn.f32 high, $1, 0f3FB8AA3B;
-        neg.f32 low, high;
-        fma.rn.f32 low, $1, 0f3FB8AA3B, low;
-        fma.rn.f32 low, $1, 0f32A57060, low;
-        mul.rn.f32 low, low, 0f3F317218;
-        ex2.approx.ftz.f32 y, high;
-        fma.rn.f32 $0, y, low, y;\n}"""
-    return ptx(text, Float32(x), gives=(Float32,), pure=True)[0]
-
-
 def add_relu(x: Float32, factor: Float32, total: Float32) -> Float32:
     """total + factor * max(x, 0), rounded once; NaN stays NaN."""
     text = "{ .reg .f32 cut; max.NaN.f32 cut, $1, 0f00000000; fma.rn.f32 $0, cut, $2, $3; }"
@@ -314,11 +301,6 @@ def store_shared(address: Int32, x: Float32) -> None:
     ptx("st.shared.f32 [$0], $1;", Int32(address), Float32(x))
 
 
-def load_shared_two_words(address: Int32, offset: int) -> tuple[Uint32, ...]:
-    """8 bytes, `offset` bytes after address."""
-    return ptx(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", Int32(address), gives=(Uint32,) * 2)
-
-
 def store_shared_two(address: Int32, offset: int, x: Float32, y: Float32) -> None:
     """Two numbers, `offset` bytes after address."""
     ptx(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", Int32(address), Float32(x), Float32(y))
@@ -391,13 +373,6 @@ def load_four_if(address: Int64, wanted: Int32) -> tuple[Float32, ...]:
     """Four numbers, if wanted; otherwise they are undefined."""
     text = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
     return ptx(text, address, Int32(wanted), gives=(Float32,) * 4, early=True)
-
-
-def load_two_once_if(address: Int64, wanted: Int32) -> tuple[Uint32, ...]:
-    """8 bytes that are not read again from here, if wanted; otherwise they are undefined. As it is not `ld.global.nc`,
-    ptxas moves it past no barrier."""
-    text = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p ld.global.L1::no_allocate.L2::128B.v2.b32 {$0, $1}, [$2]; }"
-    return ptx(text, Int64(address), Int32(wanted), gives=(Uint32,) * 2, early=True)
 
 
 def load_or_minus_inf(address: Int64, i: int, n: Int32) -> Float32:

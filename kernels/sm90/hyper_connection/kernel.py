@@ -154,10 +154,10 @@ class HyperConnectionSm90(Kernel):
         cute.arch.sync_threads()
         cute.arch.cluster_arrive()
         tiles, step = ceil_div(n.tokens, Int32(TOKENS)), cute.arch.grid_dim()[0] // CLUSTER
-        cute.arch.griddepcontrol_wait()  # the launch before may make any operand
-        if warp == c.warps:
+        if warp == c.warps:  # fn does not depend on the launch before
             self.load_fn(fn, barriers, matrix, rank)
             self.load_rates(rates, matrix)
+        cute.arch.griddepcontrol_wait()
         cute.arch.cluster_wait()  # barriers of all CTAs are there
         streams = cute.make_rmem_tensor((WORDS, 2, STREAMS, GROUPS), Uint32)
         for tile in cutlass.range(cluster, tiles, step, unroll=1):
