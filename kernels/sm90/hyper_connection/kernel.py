@@ -237,7 +237,7 @@ class HyperConnectionSm90(Kernel):
                     put_words(target, streams[None, half, i, group])
 
     def shares(self, before: Before, at: Int64) -> tuple:
-        """How much of y and of its streams each stream of a token gets."""
+        """The parts of y and of its streams that each stream of a token gets."""
         return numbers_of(before.post + at * STREAMS, STREAMS), numbers_of(before.mix + at * MIX, MIX)
 
     def given(self, before: Before, at: Int64, channel: Int32) -> tuple:
