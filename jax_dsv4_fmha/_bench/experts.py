@@ -93,7 +93,9 @@ class HyperConnectionRow(CallRow):
             "post": jax.random.uniform(keys[2], (1, t, 4)),
             "mix": jax.random.uniform(keys[3], (1, t, 4, 4)) / 2,
             "fn": jax.random.normal(keys[4], (24, 4 * h)) * (4 * h) ** -0.5,
-            "scale": jnp.ones(3), "base": jnp.zeros(24), "norm": jnp.ones(h),
+            "scale": jnp.ones(3),
+            "base": jnp.zeros(24),
+            "norm": jnp.ones(h),
         }
 
     def ours(self, **operands: Any) -> Any:
