@@ -155,7 +155,7 @@ def mesh(config):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention(maxtext, kind, packed):
-    """GQA, with a sink and without; MaxText's own is `autoselected`, which means dot products on a CPU."""
+    """GQA, with a sink and without. `autoselected` stays MaxText's attention, which means dot products on a CPU."""
     make, _ = maxtext
     seen, ids = (KINDS[kind] & SAME, IDS) if packed else (KINDS[kind], None)
     op, real = make(kind), REAL if packed else True

@@ -39,7 +39,9 @@ def read(shards, s):
 
 def test_shards_of_a_text(shards, tmp_path, capsys):
     """A row has the next tokens of its shard, and tells documents apart, also one that began in the row before."""
-    assert json.loads((shards / "shards.json").read_text()) == {"vocabulary": 64, "tokens": {"00000": 19, "00001": 6}}
+    index = json.loads((shards / "shards.json").read_text())
+    checksum = index.pop("checksum")
+    assert index == {"vocabulary": 64, "tokens": {"00000": 19, "00001": 6}}
     whole = [int(x) for row in read(shards, 1) for x in row.tokens]
     documents = [[int(x) for x in line.split()] + [63] for line in TEXT.splitlines() if line]
     text = " ".join(map(str, whole)) + " "
@@ -57,6 +59,10 @@ def test_shards_of_a_text(shards, tmp_path, capsys):
     data.main([str(tmp_path / "text.jsonl")], str(tmp_path / "others"), end=63, most=19)
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "others", 5), read(shards, 5))
     assert "5 documents, 25 tokens, 2 shards in " in capsys.readouterr().out
+    said = str(data.rows_of(str(shards), 64, 5, seed=0))
+    assert said == f"25 tokens of 5 documents, checksum {checksum}"  # a state of training knows its tokens by this
+    data.main([str(tmp_path / "text.txt")], str(tmp_path / "again"), end=63, most=19, seed=1)
+    assert str(data.rows_of(str(tmp_path / "again"), 64, 5, seed=0)) != said
 
 
 @pytest.mark.parametrize(
@@ -157,17 +163,19 @@ def test_batches_that_devices_cannot_share(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
-def test_documents_see_no_other(name):
+def test_documents_see_no_other(name, monkeypatch):
     """The losses and loads of three documents in a row are those of the three alone, also where no block ends."""
     model, params = small(name)
-    model, tokens = unrounded(model), prompts(1, 63, seed=2)
+    monkeypatch.setattr(metrics, "SAMPLED", 1 << 20)  # every query, in both
+    model, tokens = unrounded(model), prompts(1, 135, seed=2)
     learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_it} for is_it in (False, True))
     with common.mesh_of(1, 1, data=1):
         of = jax.jit(functools.partial(train.losses, model, jnp.float32, train.POLICIES["all"]))
-        got = of(learned, fixed, tokens, np.repeat([[4, 2, 5]], 21, 1).astype(np.int32))
-        want = of(learned, fixed, tokens.reshape(3, 21))
+        got = of(learned, fixed, tokens, np.repeat([[4, 2, 5]], 45, 1).astype(np.int32))
+        want = of(learned, fixed, tokens.reshape(3, 45))
     jax.tree.map(functools.partial(assert_close, tolerance=1e-5), got, want)
-    assert_close(want[1][4], 21)  # the length that MFU counts with
+    assert_close(want[1][4], 45)  # the length that MFU counts with
+    assert (want[1][3] < 1).any()  # some queries had more entries than are chosen
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_errors():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("tokens", [1, 37, 300])
+@pytest.mark.parametrize("tokens", [1, 37, 300, 1111])  # the last: four tiles and more for a cluster
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_kernel(hidden, is_taken, tokens):

@@ -28,6 +28,13 @@ def test_is_right(key, is_taken):
 
 
 @needs_kernels
+@pytest.mark.parametrize(("tokens", "processors"), [(33, 8), (67, 16)], ids=["three tiles", "two clusters"])
+def test_many_tiles_are_right(tokens, processors):
+    x = Problem.of(tokens, FLASH.hidden)
+    judge(x, results(FLASH, x, processors=processors))
+
+
+@needs_kernels
 def test_a_token_has_the_same_bits_in_any_company():
     whole = Problem.of(18, FLASH.hidden)
     part = replace(whole, **{name: getattr(whole, name)[11:13] for name in ("x", "y", "post", "mix", "taken")})

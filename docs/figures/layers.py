@@ -142,6 +142,8 @@ def experts() -> str:
     """A layer's experts, by how many tokens a call has."""
     rows = []
     for row in suite(EXPERTS, "experts"):
+        if row["case"]["op"] != "fused_moe":
+            continue
         least = max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
         products = row["times"]["ours"]["kernels"]["grouped_product_sm90_0"]
         tokens = f"{row['case']['tokens']}"

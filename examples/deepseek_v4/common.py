@@ -80,7 +80,7 @@ def run(main: Callable[..., Any], **arguments: Any) -> None:
     """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too."""
     try:
         main(**arguments)
-    except (ValueError, ArithmeticError, NotImplementedError, OSError, MemoryError, jax.errors.JaxRuntimeError) as e:
+    except (ValueError, FloatingPointError, NotImplementedError, OSError, MemoryError, jax.errors.JaxRuntimeError) as e:
         of_memory = isinstance(e, MemoryError) or str(e).startswith("RESOURCE_EXHAUSTED")
         if sys.flags.dev_mode or (isinstance(e, jax.errors.JaxRuntimeError) and not of_memory):
             raise

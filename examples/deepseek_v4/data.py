@@ -11,6 +11,7 @@ alone: whoever goes on after a stop, on any number of processes, has the batches
 import argparse
 import importlib.util
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ class Shards:
             raise ValueError(
                 f"{directory}: got shards of {index['vocabulary']} tokens, wanted the model's {vocabulary}"
             )
-        self.shards = []
+        self.checksum, self.shards = index.get("checksum"), []
         for name, size in index["tokens"].items():
             tokens, ends = (array(directory / f"{name}.{part}.npy") for part in ("tokens", "ends"))
             if not len(tokens) == size == (ends[-1] if len(ends) else 0):
@@ -118,7 +119,8 @@ class Shards:
         return Row(tokens, np.searchsorted(inside, np.arange(self.s), "right").astype(np.int32))
 
     def __repr__(self) -> str:
-        return f"{sum(len(x) for _, x, _ in self.shards)} tokens of {sum(len(x) for *_, x in self.shards)} documents"
+        tokens, documents = (sum(len(shard[i]) for shard in self.shards) for i in (1, 2))
+        return f"{tokens} tokens of {documents} documents, checksum {self.checksum}"
 
 
 def array(path: Path) -> np.ndarray:
@@ -218,14 +220,16 @@ def write(documents: Iterable[np.ndarray], directory: Path, vocabulary: int, mos
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / INDEX).exists():
         raise ValueError(f"{directory}: got a directory with {INDEX}, wanted a new one")
-    waiting, size, sizes, count = list[np.ndarray](), 0, dict[str, int](), 0
+    waiting, size, sizes, count, checksum = list[np.ndarray](), 0, dict[str, int](), 0, 0
 
     def full() -> None:
-        nonlocal size
+        nonlocal size, checksum
         shuffled = [waiting[i] for i in random.permutation(len(waiting))]
         name = f"{len(sizes):05}"
-        np.save(directory / f"{name}.tokens.npy", np.concatenate(shuffled).astype(dtype))
-        np.save(directory / f"{name}.ends.npy", np.cumsum([len(x) for x in shuffled]))
+        tokens, ends = np.concatenate(shuffled).astype(dtype), np.cumsum([len(x) for x in shuffled])
+        checksum = zlib.crc32(ends.tobytes(), zlib.crc32(tokens.tobytes(), checksum))
+        np.save(directory / f"{name}.tokens.npy", tokens)
+        np.save(directory / f"{name}.ends.npy", ends)
         sizes[name], size = size, 0
         waiting.clear()
 
@@ -238,7 +242,9 @@ def write(documents: Iterable[np.ndarray], directory: Path, vocabulary: int, mos
         full()
     if not count:
         raise ValueError(f"{directory}: got no document to write, wanted at least one")
-    (directory / INDEX).write_text(json.dumps({"vocabulary": vocabulary, "tokens": sizes}))  # last: all are there
+    (directory / INDEX).write_text(
+        json.dumps({"vocabulary": vocabulary, "tokens": sizes, "checksum": checksum})
+    )  # last: all are there
     return f"{count} documents, {sum(sizes.values())} tokens, {len(sizes)} shards in {directory}"
 
 

@@ -41,6 +41,8 @@ SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
+FUSED = 4096
+"""channels for which `hyper_connection` has a kernel; of others its definition would be a loop of launches on a GPU"""
 SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
 
 
@@ -309,7 +311,8 @@ class Model:
         """
         x, y, post, mix, pre = streams
         eps, taken = self.layers[0].eps, pre if self.delayed else None
-        if self.streams == 4 and not is_trained:
+        has_kernel = self.hidden == FUSED or jax.default_backend() != "gpu"
+        if self.streams == 4 and has_kernel and not is_trained:
             parts, rates = (p["fn"], p["scale"], p["base"], weight), {"eps": eps, "hc_eps": self.hc_eps}
             return hyper_connection(x, y, post, mix, *parts, taken=taken, iterations=self.sinkhorn, **rates)
         x = streams.after()

@@ -13,13 +13,17 @@ from jax.experimental import multihost_utils
 
 from jax_dsv4_fmha.layers import to_state_dict
 
-from .checkpoint import DTYPES, Checkpoint
+from .checkpoint import DTYPES, Checkpoint, read_json
 from .model import Model
 from .weights import Source, Stack, sources
 
 OF_DTYPE = {np.dtype(x): name for name, x in DTYPES.items()}
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-"""files that stay as they are"""
+"""files that stay as they are, but for `OF_PACKED` of a configuration"""
+OF_PACKED = ("quantization_config", "expert_dtype")
+"""entries of a configuration about matrices in 4 and 8 bits"""
+PIECE = 1 << 28
+"""bytes that are gathered at a time: a piece is whole on every device for that time"""
 
 
 def save(
@@ -31,7 +35,8 @@ def save(
 ) -> None:
     """Writes the parameters of a model, matrices in dtype, and all else in the dtype that `model.init` gives it.
 
-    The host holds a layer at a time. Several processes share the work of gathering, and the first one writes.
+    The host holds a layer at a time, and at the end all that belongs to no layer. Several processes gather what they
+    have in pieces, and the first one writes.
 
     Args:
       params: as `model.init` and `weights.load` make them, without `packed`.
@@ -48,8 +53,16 @@ def save(
     if is_first:
         directory.mkdir(parents=True, exist_ok=True)
         for name in BESIDE if like is not None else ():
-            if (Path(like) / name).is_file():
+            if not (Path(like) / name).is_file():
+                continue
+            if name != "config.json":
                 shutil.copyfile(Path(like) / name, directory / name)
+                continue
+            config = read_json(Path(like) / name)
+            for part in (config, config.get("text_config") or {}):  # matrices have no scales here
+                for entry in OF_PACKED:
+                    part.pop(entry, None)
+            (directory / name).write_text(json.dumps(config, indent=1) + "\n")
     wanted = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
     of, count = sources(model), len(model.layers) + 1
     of_layers = of.pop("layers")
@@ -65,7 +78,10 @@ def save(
             write(directory / file, found)
         files |= dict.fromkeys(found, file)
     if is_first:
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}, indent=1))
+        index = {"metadata": {}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("save")  # nobody shuts down while the first one writes
 
 
 def stacked(of: Any, params: Any, wanted: Any, own: Checkpoint | None) -> Iterator[tuple[str, np.ndarray]]:
@@ -98,8 +114,13 @@ def its_name(own: Checkpoint, name: str) -> str:
 
 
 def on_host(x: jax.Array, dtype: Any) -> np.ndarray:
+    """An array that other processes may have parts of, in dtype. All processes call it in turn."""
     x = x.astype(dtype)
-    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    n = max(1, len(x) * PIECE // x.nbytes)
+    pieces = (multihost_utils.process_allgather(x[i : i + n], tiled=True) for i in range(0, len(x), n))
+    return np.concatenate([np.asarray(piece) for piece in pieces])
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:

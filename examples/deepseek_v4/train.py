@@ -230,7 +230,7 @@ def learning(model: Model, only: str) -> Any:
 
     params = {name: x for name, x in model.partition().items() if name not in FIXED}
     found = jax.tree_util.tree_map_with_path(learns, params, is_leaf=lambda x: isinstance(x, P))
-    if not any(jax.tree.leaves(found)):
+    if not any(jax.tree.leaves(found)) and not re.search(only, "routing"):
         raise ValueError(f'--only: got {only!r}, wanted a part of a path such as "layers/0/attention/sink"')
     return found
 
@@ -272,6 +272,11 @@ def main(
         model = common.model_of(checkpoint, random=random)
         rows = rows_of(tokens, model.vocabulary, s, seed)
         with common.mesh_of(tensor, expert, data, context) as mesh:
+            if jax.process_count() > 1 and mesh.size != jax.device_count():
+                raise ValueError(
+                    f"--tensor, --expert, --context: got a mesh of {mesh.size} devices, wanted all {jax.device_count()}"
+                    f" of {jax.process_count()} processes in it"
+                )
             if b % mesh.shape["data"]:
                 raise ValueError(
                     f"b: got {b}, wanted a multiple of {mesh.shape['data']}, over which data shares it out"

@@ -93,7 +93,13 @@ def sigmoid(x: Array) -> Array:
 
 
 def launched(
-    variant: HyperConnection, x: Problem, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
+    variant: HyperConnection,
+    x: Problem,
+    *,
+    seed: int = 0,
+    edit: Callable[[str], str] = str,
+    processors: int = PROCESSORS,
+    **edits: Edit,
 ) -> Machine:
     """The kernel, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(variant), new_memory()
@@ -104,7 +110,7 @@ def launched(
     at |= {name: memory.add(name, None, size * tokens) for name, size in sizes}
     shape = {"tokens": tokens, "hidden": hidden, "taken": x.taken.shape[1], "iterations": ITERATIONS}
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
-    plan = native.plan_hyper_connection(shape, EPS, HC_EPS, **tiles, processors=PROCESSORS, addresses=at)
+    plan = native.plan_hyper_connection(shape, EPS, HC_EPS, **tiles, processors=processors, addresses=at)
     return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions import hyper_connection as definition
 from .._definitions.hyper_connection import NUMBERS, STREAMS
+from .._definitions.pytree import public_pytree
 from .._dispatch.autodiff import Differentiable, Function
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Op, Params
@@ -16,6 +17,7 @@ from .._host import hyper_connection as raw
 from .._host import library
 
 
+@public_pytree
 class HyperConnection(NamedTuple):
     """The results of `hyper_connection`.
 
@@ -81,7 +83,7 @@ def hyper_connection(
       implementation: as in `fmha`.
 
     Returns:
-      `HyperConnection`. Gradients of all arrays are computed by the definition.
+      `HyperConnection`. The definition computes gradients of all arrays, and runs under `jax.vmap`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.

@@ -60,6 +60,6 @@ class Config:
         return {"min_blocks_per_mp": 1, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
 
     def __post_init__(self):
-        unit = CLUSTER * GROUP * GROUPS
-        if self.hidden % unit or self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"wanted channels in multiples of {unit}, as many as SMEM holds fn of: {self}")
+        unit = 2 * CLUSTER * GROUP * GROUPS  # warps add up sums of two at a time, and a thread of theirs has four sums
+        if self.hidden % unit or self.warps * WARP < SUMS // 4 or self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"wanted channels in multiples of {unit}, from 2048 to what SMEM holds fn of: {self}")
