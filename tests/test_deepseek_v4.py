@@ -402,10 +402,12 @@ def test_save(name, tmp_path, monkeypatch):
         tensors[f"layers.{i}.mlp.experts.down_proj"] = w2
     (tmp_path / "b").mkdir()
     written(tmp_path / "b" / "model.safetensors", {f"model.{x}": tensor for x, tensor in tensors.items()})
-    (tmp_path / "b" / "config.json").write_text("{}")
+    packed = {"quantization_config": {"quant_method": "fp8"}, "text_config": {"expert_dtype": "fp4", "rope_theta": 3}}
+    (tmp_path / "b" / "config.json").write_text(json.dumps(packed))
     save(model, params, tmp_path / "c", tmp_path / "b", jnp.float32)
     got = {entry.name: entry.data for path in (tmp_path / "c").glob("*.safetensors") for entry in entries(path)}
-    assert got.keys() == {f"model.{x}" for x in tensors} and (tmp_path / "c" / "config.json").read_text() == "{}"
+    assert got.keys() == {f"model.{x}" for x in tensors}
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == {"text_config": {"rope_theta": 3}}
     jax.tree.map(np.testing.assert_array_equal, load(model, tmp_path / "c", jnp.float32), params)
 
 
