@@ -17,6 +17,7 @@ import pytest
 from examples.deepseek_v4 import cluster, common, data, metrics, train
 from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.save import save
+from examples.deepseek_v4.weights import load
 
 from .helpers import QUICK
 
@@ -124,6 +125,38 @@ def test_two_processes(tmp_path):
     for step in range(7):
         for x, y in zip(later[step], want[step], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4)
+
+
+SAVES = """
+import json, sys
+import jax.numpy as jnp
+from examples.deepseek_v4 import cluster, common, save
+from examples.deepseek_v4.model import Model
+
+config, directory, joins = json.loads(sys.argv[1])
+save.PIECE = 5000
+with cluster.joined(**joins), common.mesh_of(2, 2, data=1) as mesh:
+    model = Model.from_config(config)
+    params = common.parameters_of(model, None, mesh, jnp.float32)
+    assert not all(x.is_fully_replicated for x in (params["head"], params["layers"][0]["moe"]["w13"]))
+    save.save(model, params, directory, dtype=jnp.float32)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save(tmp_path):
+    """They gather in pieces what each has a part of, and the first one writes it."""
+    env = dict(os.environ, JAX_NUM_CPU_DEVICES="2", XLA_FLAGS=QUICK, PYTHONPATH=str(ROOT))
+    joins = [{"coordinator": at, "processes": 2, "process": i} for at in [address()] for i in range(2)]
+    calls = [[sys.executable, "-c", SAVES, json.dumps([CONFIG, str(tmp_path / "saved"), x])] for x in joins]
+    both = [subprocess.Popen(x, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for x in calls]
+    for process in both:
+        said, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+    model = Model.from_config(CONFIG)
+    want = jax.jit(model.init, static_argnums=1)(jax.random.key(0), jnp.float32)
+    got = load(model, tmp_path / "saved", jnp.float32)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), got, want)
 
 
 @pytest.mark.parametrize(
