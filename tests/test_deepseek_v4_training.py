@@ -134,7 +134,7 @@ def test_attention_learns_alone(tmp_path):
     losses = train.main(**how, only="attention/(w|sink)", save=str(tmp_path / "after"))
     assert losses[-1] != losses[0]
     assert {*Checkpoint(tmp_path / "after")} == {*Checkpoint(tmp_path / "before")}
-    assert (tmp_path / "after" / "config.json").read_text() == json.dumps(config)
+    assert json.loads((tmp_path / "after" / "config.json").read_text()) == config
     got = load(model, tmp_path / "after", jnp.float32)
     for (path, x), want in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(params), strict=True):
         learns = re.search("attention/(w|sink)", jax.tree_util.keystr(path, simple=True, separator="/"))
