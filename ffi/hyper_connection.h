@@ -29,7 +29,7 @@ struct HyperConnection {
     const Launcher::Loaded loaded = kernels.front()->Load(stream.ordinal);
     if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
     Tiles tiles = kernels.front()->TilesOn(stream.device);
-    tiles.processors = loaded.clusters * tiles.cluster;  // parts of the chip with an odd CTA too few have fewer
+    tiles.processors = loaded.clusters * tiles.cluster;  // at most: not all are in groups of eight
     auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, tiles, at);
     return Launch(kernels.front(), stream, plan);  // which reads fn at once: it may not overlap what makes that
   }

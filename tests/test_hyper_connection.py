@@ -53,6 +53,14 @@ def test_transformations():
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.skipif(not native.built(HyperConnection), reason="without kernels")
+def test_vmap_does_not_run_the_definition_in_a_kernel_s_place():
+    given, _ = operands(Problem.of(2, HIDDEN[0]))
+    run = functools.partial(hyper_connection, implementation="cubin")
+    with pytest.raises(NotImplementedError, match=r"implementation: got 'cubin' under jax\.vmap, wanted None"):
+        over_two(run, given)
+
+
 def over_two(run, given):
     tokens = [jnp.stack([a, a]) for a in given[:4]]
     return jax.vmap(run, (0,) * 4 + (None,) * 4)(*tokens, *given[4:])

@@ -86,7 +86,7 @@ def without_lower_parts(ptx):
 
 
 def without_waits(which):
-    """Nobody waits for fn of a stream, of which the barriers come first, or for what other CTAs send or have read."""
+    """Drops the waits for a barrier: first come those of fn, then of sums, of squares, and of what has been read."""
     return lambda ptx: edits.drop_waits(ptx, {edits.barriers(ptx)[which]})
 
 

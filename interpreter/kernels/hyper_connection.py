@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jax_dsv4_fmha._definitions.hyper_connection import NUMBERS, STREAMS
 from kernels.abi import HyperConnection
 
 from ..machine import scheduler
@@ -18,7 +19,6 @@ from .launch import Edit, Kernel, machine
 from .verdict import Wrong
 
 BF16 = ml_dtypes.bfloat16
-STREAMS, NUMBERS = 4, 24
 PROCESSORS = 8  # of one cluster, which takes all tiles
 EPS, HC_EPS, ITERATIONS = 1e-6, 1e-5, 6
 ROUNDED = {"new_x": 2**-8, "z": 2**-7}  # the latter twice, before its norm and after it

@@ -66,9 +66,9 @@ def hyper_connection(
         mix'     = Sinkhorn(softmax(scale[2] n[8:] + base[8:]) + hc_eps)
         z        = norm · u / sqrt(mean(u²) + eps),  u = Σ pre[i] x'[i]
 
-    This is DeepSeek-V4's residual, as its technical report has it ("mHC"); a call for each sublayer takes the place of
-    ten kernels of XLA. x', and u before its norm, are rounded to x's dtype. What a token gets does not depend on the
-    others. Before the first layer x is 0, y is the embedding, post is 1, and mix is 0.
+    This is DeepSeek-V4's residual, as its technical report has it ("mHC"). A call for each sublayer takes the place of
+    eight to ten kernels of XLA. x', and u before its norm, are rounded to x's dtype. What a token gets does not depend
+    on the others. Before the first layer x is 0, y is the embedding, post is 1, and mix is 0.
 
     Args:
       x: `[b, s, 4, hidden]`, bfloat16 or float32: the streams before the former sublayer.

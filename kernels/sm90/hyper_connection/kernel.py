@@ -6,8 +6,8 @@
     z             = norm(Σ pre x')                           what the sublayer is given
     post', mix'   = 2 sigmoid(numbers[4:8] s1 + b), Sinkhorn(numbers[8:] s2 + b)
 
-XLA makes ten kernels of it. Here a cluster of 8 CTAs has 16 tokens, and each CTA an eighth of the channels of all
-streams. They stay in registers from the first line to the fourth, so HBM sees x, y, x' and z once:
+XLA makes eight to ten kernels of it. Here a cluster of 8 CTAs has 16 tokens, and each CTA an eighth of the channels of
+all streams. They stay in registers from the first line to the fourth, so HBM sees x, y, x' and z once:
 
     every warp     x', its part of the products | sums of warps, of CTAs | z, squares | sums | z / rms
     one more warp                                                        | Sinkhorn of two tokens
@@ -340,7 +340,10 @@ class HyperConnectionSm90(Kernel):
                     pre[i] = given[i]
             else:
                 place = totals + (half * 8 + row) * PLACE
-                of_token, factor = load_shared_four(place), c_factor(load_shared(place + 4 * NUMBERS), c.hidden, n.eps)
+                of_token, factor = (
+                    load_shared_four(place),
+                    inverse_rms(load_shared(place + 4 * NUMBERS), STREAMS * c.hidden, n.eps),
+                )
                 scale, base = load_shared(rates + 4 * NUMBERS), load_shared_four(rates)
                 for i in cutlass.range_constexpr(STREAMS):
                     pre[i] = sigmoid(of_token[i] * factor * scale + base[i]) + n.hc_eps
@@ -367,8 +370,10 @@ class HyperConnectionSm90(Kernel):
             expect_from_all(barrier, TOKENS)
         for half in cutlass.range_constexpr(2):
             token = first + half * 8 + row
-            parts = [(load_shared(of_squares + (i * TOKENS + half * 8 + row) * 4),) for i in range(CLUSTER)]
-            factor = cute.math.rsqrt(added(parts)[0] * (1.0 / c.hidden) + n.eps, fastmath=True)
+            total, *parts = (load_shared(of_squares + (i * TOKENS + half * 8 + row) * 4) for i in range(CLUSTER))
+            for part in parts:
+                total = total + part
+            factor = inverse_rms(total, c.hidden, n.eps)
             if cutlass.const_expr(half == 1):  # noqa: SIM102, at compile time
                 if more > 0:
                     cute.arch.sync_warp()
@@ -390,7 +395,7 @@ class HyperConnectionSm90(Kernel):
         token = first + of_rank
         if (lane < TOKENS // CLUSTER) & (token < n.tokens):
             place = totals + of_rank * PLACE
-            factor = c_factor(load_shared(place + 4 * NUMBERS), c.hidden, n.eps)
+            factor = inverse_rms(load_shared(place + 4 * NUMBERS), STREAMS * c.hidden, n.eps)
             at, mix = Int64(token), cute.make_rmem_tensor(MIX, Float32)
             for block in cutlass.range_constexpr(NUMBERS // STREAMS):  # of pre, of post, then rows of the mix
                 scale = load_shared(rates + 4 * (NUMBERS + min(block, 2))) * factor
@@ -436,9 +441,9 @@ def divide_by_sums(mix: cute.Tensor, step: int, stride: int, eps: Float32) -> No
             mix[x] = mix[x] * inverse
 
 
-def c_factor(squares: Float32, hidden: int, eps: Float32) -> Float32:
-    """Returns what numbers of streams are multiplied by: 1 / rms, of all streams side by side."""
-    return cute.math.rsqrt(squares * (1.0 / (STREAMS * hidden)) + eps, fastmath=True)
+def inverse_rms(squares: Float32, count: int, eps: Float32) -> Float32:
+    """1 / sqrt(mean + eps) of the sum of so many squares."""
+    return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
 
 
 @cute.jit
@@ -467,14 +472,6 @@ def send(words: cute.Tensor, here: Int32, barrier: cute.Pointer) -> None:
     bits = tuple(Uint32(bits_of(words[k])) for k in range(4))
     for i in range(CLUSTER):
         send_words(address_in(here, Int32(i)), bits, address_in(barrier.toint(), Int32(i)))
-
-
-def added(parts: list[tuple]) -> list:
-    """The sums of parts, in their order."""
-    total, *others = parts
-    for part in others:
-        total = [a + b for a, b in zip(total, part, strict=True)]
-    return list(total)
 
 
 def sigmoid(x: Float32) -> Float32:
