@@ -114,10 +114,15 @@ def by_numpy(**given):
     }
 
 
-def assert_near(got, want):
+def assert_near(got, want, k=R):
+    """A tensor core rounds its float32 sum toward zero at each 16 of the `k` terms, by half of a unit on average: with
+    that in NumPy, one part's sum of 4360 terms is up to 3.3 * 2**-18 off, and that of four parts 0.7 * 2**-18.
+    """
+    in_float32 = max(2**-18, 2**-24 * k / 16)
     for name, y in got.items():
         size = np.abs(want[name]) + np.sqrt(np.mean(want[name] ** 2))
-        most = 2**-3 if name == "codes" else 2**-18 if y.dtype == jnp.float32 else 2**-6 if name == "indexed" else 2**-7
+        bits = 2**-6 if name == "indexed" else 2**-7
+        most = 2**-3 if name == "codes" else in_float32 if y.dtype == jnp.float32 else bits
         assert (np.abs(np.asarray(y, np.float64) - want[name]) <= most * size).all(), name
 
 
@@ -258,7 +263,7 @@ def test_kernels_are_right(rows, rank, groups, n):
     given = operands(b=rows, s=1, h=16, rank=rank, groups=groups, n=n)
     run = jax.jit(lambda x: all_of(True, **x))
     assert run.lower(given).as_text().count("custom_call @dsv4_fmha_few_rows_product") == 9
-    assert_near(run(given), by_numpy(**given))
+    assert_near(run(given), by_numpy(**given), rank)
 
 
 @pytest.mark.gpu
