@@ -12,11 +12,12 @@ from .records import (
     LAYER,
     MODEL,
     NOTED,
+    ON_H100,
     PRODUCTS,
     PROFILES,
     PROMPTS,
+    STACKS,
     STEPS,
-    TODAY,
     bullets,
     launched,
     micro,
@@ -78,7 +79,7 @@ def indexer_bound() -> str:
 
 def layer() -> str:
     """A table of prompts and gradients, and one of steps: a row for each kind of layer, what each of its parts takes, and
-    the whole in a later run on another card.
+    the whole in a run on another card.
     """
     prompts = "layer, prompt of 4096 tokens, µs", suite(LAYER, "layer")
     steps = "layer, step after 16384 tokens, µs", [r for r in suite(STEPS, "layer") if r["name"].startswith("layer")]
@@ -90,7 +91,7 @@ PARTS = ("products", "attention", "indexer", "compressor", "append", "rope", "no
 
 def _by_parts(title: str, found: list[dict[str, Any]]) -> str:
     """Columns of the parts that some row has."""
-    later = {row["name"]: row for row in suite(TODAY, "layer")}
+    later = {row["name"]: row for row in suite(ON_H100, "layer")}
     parts = [part for part in PARTS if any(part in row["times"]["ours"]["parts"] for row in found)]
     rows = []
     for row in found:
@@ -99,7 +100,7 @@ def _by_parts(title: str, found: list[dict[str, Any]]) -> str:
         each = (micro(times["parts"][part]) if part in times["parts"] else "" for part in parts)
         now = [micro(ours(again)), str(again["times"]["ours"]["launches"])]
         rows.append([_kind(row["name"]), micro(ours(row)), str(times["launches"]), *each, percent(rest), *now])
-    return table(" | ".join([title, "all", "launches", *parts, "rest", f"{_card(TODAY)} now", "launches"]), rows)
+    return table(" | ".join([title, "all", "launches", *parts, "rest", _card(ON_H100), "launches"]), rows)
 
 
 def _kind(name: str) -> str:
@@ -194,7 +195,7 @@ def _card(record: dict[str, Any]) -> str:
 def layer_stack() -> str:
     """A step of all layers, in one program."""
     rows = []
-    for row in suite(STEPS, "layer"):
+    for row in suite(STACKS, "layer"):
         if not row["name"].startswith("layer"):
             kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
             launches = str(row["times"]["ours"]["launches"])
@@ -205,10 +206,10 @@ def layer_stack() -> str:
 
 
 def _now() -> str:
-    """The same by a later run, on another card."""
-    found = row_of(TODAY, "43 layers, step after 16384, b64")["times"]
+    """The same on another card."""
+    found = row_of(ON_H100, "43 layers, step after 16384, b64")["times"]
     kernels, graph, at_once = (found[name]["seconds"] * 1e3 for name in ("ours", "graph", "at once"))
-    return wrapped(f"""Now, on an {_card(TODAY)}, whose memory is slower, the 43 layers have {found["ours"]["launches"]} launches and take {kernels:.2f} ms kernel
+    return wrapped(f"""On an {_card(ON_H100)}, whose memory is slower, the 43 layers have {found["ours"]["launches"]} launches and take {kernels:.2f} ms kernel
     by kernel, {graph:.2f} in a graph, {at_once:.2f} with `STEP_OPTIONS`.""")
 
 
@@ -261,8 +262,8 @@ def alone(stack: dict[str, Any]) -> float:
     end = ", FP8" if stack["name"].endswith("FP8") else ""
     if stack["case"]["ratio"] is not None:
         (kind,) = (kind for kind in KINDS if f" {kind}," in stack["name"])
-        return int(stack["name"].split()[0]) * ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}"))
-    found = (ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
+        return int(stack["name"].split()[0]) * ours(row_of(STACKS, f"layer {kind}, step after 16384, b64{end}"))
+    found = (ours(row_of(STACKS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
     return sum(n * x for n, x in zip((2, 21, 20), found, strict=True))
 
 

@@ -15,12 +15,13 @@ from .records import (
     INDEXER,
     LAYER,
     NOTED,
+    ON_H100,
     PEERS,
     PROMPT,
     PROMPTS,
     SAME_BITS,
+    STACKS,
     STEPS,
-    TODAY,
     WINDOW,
     bullets,
     micro,
@@ -57,7 +58,8 @@ def machine() -> str:
         "indexer": INDEXER,
         "layers": LAYER,
         "layers' steps": STEPS,
-        "layers and steps now": TODAY,
+        "steps of many layers": STACKS,
+        "layers and steps": ON_H100,
         "long prompts": PROMPTS,
     }
     days: dict[tuple[str, ...], list[tuple[str, float, float, int]]] = {}
@@ -94,7 +96,7 @@ def _milli(seconds: float) -> str:
 
 def _stack() -> tuple[str, dict[str, Any]]:
     """The card, and the row, of the newest step through the attention of all of V4-Flash's layers."""
-    record = max((STEPS, TODAY), key=lambda record: record["date"])
+    record = max((STACKS, ON_H100), key=lambda record: record["date"])
     return record["devices"][0]["name"].split()[1], row_of(record, "43 layers, step after 16384, b64")
 
 

@@ -15,17 +15,18 @@ from .records import (
     GRAD,
     INDEXER,
     LAYER,
+    ON_H100,
     PEERS,
     PRODUCTS,
     RAN,
     SAME_BITS,
+    STACKS,
     STEPS,
-    TODAY,
     bench_records,
     texts,
 )
 
-TIMED = (FORWARD, DECODE, GRAD, SAME_BITS, INDEXER, LAYER, PEERS, PRODUCTS, DEVICES, STEPS, TODAY, EXPERTS)
+TIMED = (FORWARD, DECODE, GRAD, SAME_BITS, INDEXER, LAYER, PEERS, PRODUCTS, DEVICES, STEPS, STACKS, ON_H100, EXPERTS)
 
 
 def ran() -> str:
