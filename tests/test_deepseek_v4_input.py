@@ -179,6 +179,9 @@ def test_an_entry_that_is_missing(name, how):
     "changes, message",
     [
         ({"vocab_size": "1000"}, "vocab_size: got '1000', wanted an integer of at least 1"),
+        ({"head_dim": "512"}, "head_dim: .*got 512, wanted an int >= 1, known while tracing; '512' is a str"),
+        ({"num_hidden_layers": 43.0}, r"num_hidden_layers: got 43\.0, wanted an int"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, wanted .*; at most 2\\*\\*31 - 1"),
         ({"vocab_size": 0}, "vocab_size: got 0, wanted"),
         ({"vocab_size": 64.0}, r"vocab_size: got 64\.0, wanted"),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok: got 17, wanted an integer from 1 to 16"),

@@ -105,7 +105,10 @@ class Model:
           ValueError: an entry is missing, is not known, or is out of its range.
           NotImplementedError: an entry says what this model does not have.
         """
-        layers, read = from_config(config), Entries(config)  # the first refuses other models
+        try:
+            layers, read = from_config(config), Entries(config)  # the first refuses other models
+        except TypeError as e:  # an entry of another type is as wrong as one out of its range
+            raise ValueError(str(e)) from e
         is_v41 = read.has("kv_source_layer_ids", "kv_source_layers")
         if read.has("n_shared_experts") and (shared := read.integer("n_shared_experts", least=0)) != 1:
             raise NotImplementedError(f"config: got {shared} shared experts, wanted 1")
