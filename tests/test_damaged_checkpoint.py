@@ -468,7 +468,7 @@ def test_drafts_and_packed_matrices_are_not_saved(good, tmp_path):
     model, _, want = good
     with pytest.raises(TypeError, match="save: model: got DSpark, wanted a Model"):
         save(model, want[False], tmp_path / "new")
-    with pytest.raises(ValueError, match="params: drafts/.*wanted none"):
+    with pytest.raises(ValueError, match=r"params: drafts/.*wanted none"):
         save(model.model, want[False], tmp_path / "new")
     with pytest.raises(ValueError, match=r"params: layers/0/moe/\w+: got Packed, wanted"):
         save(model.model, without(want[True], "drafts"), tmp_path / "new")
