@@ -168,7 +168,7 @@ def integer(op: str, name: str, x: Any, least: int, also: str = "") -> Any:
     except (TypeError, jax.errors.JAXTypeError) as e:
         raise error(TypeError, op, name, x, wanted + _but_a_str(x)) from e
     if isinstance(x, bool) or not least <= n < 2**31:
-        raise error(ValueError, op, name, x, wanted)
+        raise error(ValueError, op, name, x, wanted + "; at most 2**31 - 1" * (n >= 2**31))
     return n
 
 

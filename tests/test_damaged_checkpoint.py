@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from examples.deepseek_v4 import common
 from examples.deepseek_v4.drafts import DSpark
+from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict
 
@@ -437,3 +438,37 @@ def fp8(*shape, dtype=jnp.float8_e4m3fn):
 def test_scales_of_a_state_dict(changes, message):
     with pytest.raises(ValueError, match=f"from_state_dict: .*{message}"):
         from_state_dict(LAYER, state(**changes))
+
+
+def without(tree, name):
+    return {key: x for key, x in tree.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: without(p, "norm"), r"params: norm: got none, wanted \[192\]"),
+        (lambda p: {**p, "other": jnp.ones(3)}, r"params: other: got float32\[3\], wanted none"),
+        (lambda p: {**p, "norm": jnp.ones(3)}, r"params: norm: got float32\[3\], wanted \[192\]"),
+        (lambda p: {**p, "layers": p["layers"][:1]}, r"params: layers/1/\S+: got none, wanted"),
+        (lambda p: {**p, "layers": [*p["layers"], {"x": jnp.ones(2)}]}, r"layers/2/x: got float32\[2\], wanted none"),
+        (lambda p: {**p, "layers": [{}, p["layers"][1]]}, r"params: layers/0/\S+: got none, wanted"),
+    ],
+)
+def test_only_the_parameters_of_a_model_are_saved(good, change, message, tmp_path):
+    """Those that are too many were left out without a word, and those that were missing were a KeyError."""
+    model, _, want = good
+    params = without(want[False], "drafts")
+    with pytest.raises(ValueError, match=message):
+        save(model.model, change(params), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_drafts_and_packed_matrices_are_not_saved(good, tmp_path):
+    model, _, want = good
+    with pytest.raises(TypeError, match="save: model: got DSpark, wanted a Model"):
+        save(model, want[False], tmp_path / "new")
+    with pytest.raises(ValueError, match=r"params: drafts/.*wanted none"):
+        save(model.model, want[False], tmp_path / "new")
+    with pytest.raises(ValueError, match=r"params: layers/0/moe/\w+: got Packed, wanted"):
+        save(model.model, without(want[True], "drafts"), tmp_path / "new")

@@ -1,5 +1,6 @@
 """examples/deepseek_v4: texts, tokens, configs and options that come from outside."""
 
+import functools
 import json
 import random
 import re
@@ -178,6 +179,9 @@ def test_an_entry_that_is_missing(name, how):
     "changes, message",
     [
         ({"vocab_size": "1000"}, "vocab_size: got '1000', wanted an integer of at least 1"),
+        ({"head_dim": "512"}, "head_dim: .*got 512, wanted an int >= 1, known while tracing; '512' is a str"),
+        ({"num_hidden_layers": 43.0}, r"num_hidden_layers: got 43\.0, wanted an int"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, wanted .*; at most 2\\*\\*31 - 1"),
         ({"vocab_size": 0}, "vocab_size: got 0, wanted"),
         ({"vocab_size": 64.0}, r"vocab_size: got 64\.0, wanted"),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok: got 17, wanted an integer from 1 to 16"),
@@ -196,6 +200,21 @@ def test_an_entry_that_is_missing(name, how):
         ({"dspark_target_layer_ids": [43]}, "dspark_target_layer_ids: got 43, wanted an integer from 0 to 42"),
         ({"dspark_noise_token_id": 1000}, "dspark_noise_token_id: got 1000, wanted an integer from 0 to 999"),
         ({"dspark_markov_rank": None}, "got none of dspark_markov_rank, wanted it"),
+        ({"dspark_target_layer_ids": [2, 1]}, r"dspark_target_layer_ids: got \(2, 1\), wanted each once"),
+        ({"dspark_n_routed_experts": 4}, "wanted dspark_n_routed_experts and dspark_num_experts_per_tok, or neither"),
+        ({"n_mtp_layers": 5}, "n_mtp_layers: got 5, wanted 2, as compress_ratios says"),
+        ({"n_group": 8}, "n_group: got 8, wanted 1"),
+        ({"topk_group": 4}, "topk_group: got 4, wanted 1"),
+        ({"topk_method": "greedy"}, "topk_method: got 'greedy', wanted 'noaux_tc'"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace: got 3, wanted 0"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: got 2, wanted 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers: got \[0\], wanted no entry that is not known"),
+        ({"hc_sinkhorn_iter": 3}, "hc_sinkhorn_iter: got 3, wanted no entry that is not known"),
+        ({"engram_heads": 3}, "engram_heads: got 3, wanted no entry that is not known"),
+        ({"engram_n_heads": 3}, "got none of engram_layer_ids, wanted it"),
+        ({"scoring_func": ["sigmoid"]}, r"got scores by \['sigmoid'\], wanted one of"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types: got 3, wanted a list"),
+        ({"gate_temp": 0}, "gate_temp: got 0, wanted a number above 0"),
     ],
 )
 def test_entries_that_are_wrong(changes, message):
@@ -217,6 +236,30 @@ def test_other_models(config):
     """The error says which models are read."""
     with pytest.raises(ValueError, match=r"model_type: got \w+, wanted deepseek_v4 or deepseek_v41"):
         Model.from_config(config)
+
+
+@pytest.mark.parametrize("name, x", [("n_routed_experts", 8), ("hc_mult", 3), ("tie_word_embeddings", True)])
+def test_entries_around_the_text_model(name, x):
+    """They were ignored, whatever they said."""
+    with pytest.raises(ValueError, match=f"config: {name}: got {x}, wanted {FLASH[name]}, as in text_config"):
+        Model.from_config({"text_config": FLASH, name: x})
+    assert Model.from_config({"text_config": FLASH, name: FLASH[name]}) == Model.from_config(FLASH)
+
+
+def test_a_file_that_says_an_entry_twice(tmp_path):
+    """The last of two was taken."""
+    text = json.dumps(FLASH)[:-1]
+    for name, x in (("n_routed_experts", 32), ("sliding_window", 64), ("hc_mult", 3)):
+        (tmp_path / "config.json").write_text(f'{text}, "{name}": {x}}}')
+        with pytest.raises(ValueError, match=rf"config\.json: .*{name} is there twice"):
+            common.model_of(str(tmp_path))
+
+
+def test_a_text_model_that_is_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": [1]}')
+    for read in (common.model_of, common.ends, functools.partial(common.model_of, drafts=True)):
+        with pytest.raises((ValueError, TypeError), match=r"text_config: got \[1\], wanted a mapping"):
+            read(str(tmp_path))
 
 
 def test_a_config_that_is_none(tmp_path):

@@ -105,6 +105,8 @@ def events(text):
         ({"prompt": [[5, 6, 7]]}, [8, 9, 10, 11]),
         ({"max_tokens": None, "n": 1, "stop": None, "logprobs": None, "user": "me", "top_p": 1}, list(range(8, 24))),
         ({"temperature": 1e-30, "seed": -(2**63), "top_p": 0.001, "logit_bias": {}}, [8, 9, 10, 11]),
+        ({"temperature": 1, "top_p": 1e-40}, [8, 9, 10, 11]),
+        ({"temperature": 1, "top_p": 5e-324}, [8, 9, 10, 11]),
         ({"prompt": "48", "max_tokens": 9}, [49, 50]),
         ({"prompt": "88", "max_tokens": 9}, [89, 90]),
         ({"prompt": "48", "ignore_eos": True}, [49, 50, 51, 52]),

@@ -103,6 +103,15 @@ def test_a_kernel_has_no_gradient():
 
 
 @pytest.mark.skipif(not native.built(GroupedProduct), reason="without kernels")
+def test_an_export_leaves_batch_and_tokens_open():
+    args = operands(Problem.of([1, 2]), jnp.float32)
+    sizes = jax.export.symbolic_shape("b, s")
+    given, chosen, weights = (jax.ShapeDtypeStruct((*sizes, *args[i].shape[2:]), args[i].dtype) for i in (0, 3, 4))
+    f = functools.partial(fused_moe, limit=LIMIT)
+    blob = jax.export.export(jax.jit(f))(given, *args[1:3], chosen, weights).serialize()
+    np.testing.assert_array_equal(jax.export.deserialize(blob).call(*args), f(*args))
+
+
 def test_the_call_is_exported():
     args = operands(Problem.of([1, 2]))
     (decision,) = explain(fused_moe, *args)

@@ -37,10 +37,20 @@ NAMES = {
 """DeepSeek's names for Hugging Face's, outside of attention"""
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs in JSON; raises ValueError if a name has two values."""
+    found: dict[str, Any] = {}
+    for name, x in pairs:
+        if name in found and found[name] != x:
+            raise ValueError(f"{name} is there twice")
+        found[name] = x
+    return found
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object of a JSON file; raises ValueError, which names the file, if it has none."""
+    """The object of a JSON file; raises ValueError, which names the file, if it has none, or says something twice."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(Path(path).read_bytes(), object_pairs_hook=once)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: got no JSON, wanted an object: {e}") from None
     if not isinstance(found, dict):
@@ -86,14 +96,6 @@ def entries(path: Path) -> list[Entry]:
             raise ValueError(f"{path}: got {size} bytes{of_header}, wanted a whole file of safetensors")
         text = file.read(length)
     begin = 8 + length
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, x in pairs:
-            if name in found:
-                raise ValueError(f"{name} is there twice")
-            found[name] = x
-        return found
 
     try:
         header = json.loads(text, object_pairs_hook=once)

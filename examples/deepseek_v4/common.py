@@ -20,6 +20,7 @@ from examples.serving.request import short
 from jax_dsv4_fmha import Cache
 
 from .checkpoint import read_json
+from .config import text_of
 from .drafts import DSpark
 from .model import Caches, Model
 from .weights import load
@@ -114,7 +115,7 @@ def on_terminal(text: str) -> None:
 def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -> Model | DSpark:
     """The model of a directory's config.json, or of `random`; drafts: with its layers for drafts, if it has some."""
     config = read_json(Path(checkpoint) / "config.json") if checkpoint else config_of(random)
-    has_drafts = drafts and (config.get("text_config") or config).get("dspark_block_size")
+    has_drafts = drafts and text_of(config).get("dspark_block_size") is not None
     return (DSpark if has_drafts else Model).from_config(config)
 
 
@@ -224,7 +225,7 @@ def ends(checkpoint: str | None) -> frozenset[int]:
     for name in ("config.json", "generation_config.json") if checkpoint else ():
         path = Path(checkpoint or ".") / name
         config = read_json(path) if path.exists() else {}
-        for given in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
+        for given in (config.get("eos_token_id"), text_of(config).get("eos_token_id")):
             of_file = [] if given is None else given if isinstance(given, list) else [given]
             found += [integer(f"{path}: eos_token_id", x, 0) for x in of_file]
     return frozenset(found)

@@ -105,15 +105,18 @@ class Model:
           ValueError: an entry is missing, is not known, or is out of its range.
           NotImplementedError: an entry says what this model does not have.
         """
-        layers, read = from_config(config), Entries(config)  # the first refuses other models
+        try:
+            layers, read = from_config(config), Entries(config)  # the first refuses other models
+        except TypeError as e:  # an entry of another type is as wrong as one out of its range
+            raise ValueError(str(e)) from e
         is_v41 = read.has("kv_source_layer_ids", "kv_source_layers")
         if read.has("n_shared_experts") and (shared := read.integer("n_shared_experts", least=0)) != 1:
             raise NotImplementedError(f"config: got {shared} shared experts, wanted 1")
         score = read.get("scoring_func", "score_func", default="sqrtsoftplus")
-        if score not in SCORES:
+        if not isinstance(score, str) or score not in SCORES:
             raise NotImplementedError(f"config: got scores by {score}, wanted one of {', '.join(SCORES)}")
-        engrams = None
-        if read.has("engram_layer_ids"):
+        engrams, vocabulary = None, read.integer("vocab_size")
+        if read.has(*(name for name in read.all if str(name).startswith("engram_"))):
             engrams = Engrams(
                 read.integers("engram_layer_ids", most=len(layers) - 1),
                 read.integers("engram_num_embeddings"),
@@ -122,12 +125,12 @@ class Model:
                 d=read.integer("engram_head_dim"),
                 buckets=read.integer("engram_vocab_size"),
                 words=read.integer("engram_compressed_vocab_size"),
-                pad=read.integer("engram_pad_token_id", "engram_pad_id", default=2, least=0),
+                pad=read.integer("engram_pad_token_id", "engram_pad_id", default=2, least=0, most=vocabulary - 1),
             )
         experts = read.integer("n_routed_experts", "num_local_experts")
         return cls(
             layers,
-            vocabulary=read.integer("vocab_size"),
+            vocabulary=vocabulary,
             experts=experts,
             chosen=read.integer("num_experts_per_tok", "n_activated_experts", most=experts),
             inner=read.integer("moe_intermediate_size", "moe_inter_dim"),
@@ -138,7 +141,7 @@ class Model:
             streams=read.integer("hc_mult", default=4),
             sinkhorn=read.integer("hc_sinkhorn_iters", default=20),
             hc_eps=read.number("hc_eps", default=1e-6),
-            temperature=read.number("gate_temp") if read.has("gate_temp") else 1.0,
+            temperature=read.number("gate_temp", may_be_0=False) if read.has("gate_temp") else 1.0,
             delayed=is_v41,
             engrams=engrams,
         )

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_dsv4_fmha import PackedExperts
 from jax_dsv4_fmha.layers import to_state_dict
 
 from .checkpoint import DTYPES, Checkpoint, read_json
 from .model import Model
+from .packed import Packed
 from .weights import Source, Stack, sources
 
 OF_DTYPE = {np.dtype(x): name for name, x in DTYPES.items()}
@@ -44,8 +46,14 @@ def save(
         configuration and the tokenizer are copied. None: DeepSeek's names, and no other files.
 
     Raises:
-      ValueError: the directory has *.safetensors, or the other checkpoint lacks a tensor.
+      ValueError: the directory has *.safetensors, the other checkpoint lacks a tensor, or the parameters are not those
+        of the model: some are missing, are too many, have another shape, or are packed.
+      TypeError: not a Model.
     """
+    if not isinstance(model, Model):
+        raise TypeError(f"save: model: got {type(model).__name__}, wanted a Model; layers for drafts are not saved")
+    wanted = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
+    check(params, wanted)
     directory, own = Path(directory), None if like is None else Checkpoint(like)
     if any(directory.glob("*.safetensors")):
         raise ValueError(f"{directory}: got a directory with a checkpoint, wanted another")
@@ -63,7 +71,6 @@ def save(
                 for entry in OF_PACKED:
                     part.pop(entry, None)
             (directory / name).write_text(json.dumps(config, indent=1) + "\n")
-    wanted = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
     of, count = sources(model), len(model.layers) + 1
     of_layers = of.pop("layers")
     for i in range(count):
@@ -82,6 +89,24 @@ def save(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save")  # nobody shuts down while the first one writes
+
+
+def check(params: Any, wanted: Any) -> None:
+    """Raises ValueError unless these are parameters with the shapes that are wanted, and no others."""
+    has_no_array = lambda x: isinstance(x, Packed | PackedExperts)  # noqa: E731
+    found, there = (
+        {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+        for leaves in (
+            jax.tree_util.tree_leaves_with_path(wanted),
+            jax.tree_util.tree_leaves_with_path(params, is_leaf=has_no_array),
+        )
+    )
+    for name in [*found, *(name for name in there if name not in found)]:
+        x, of = there.get(name), found.get(name)
+        if x is None or of is None or getattr(x, "shape", None) != of.shape:
+            shape = getattr(x, "shape", None)
+            got = "none" if x is None else type(x).__name__ if shape is None else f"{x.dtype}{list(shape)}"
+            raise ValueError(f"params: {name}: got {got}, wanted {'none' if of is None else list(of.shape)}")
 
 
 def stacked(of: Any, params: Any, wanted: Any, own: Checkpoint | None) -> Iterator[tuple[str, np.ndarray]]:

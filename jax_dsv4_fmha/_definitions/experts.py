@@ -184,7 +184,8 @@ def of_experts(
 ) -> Array:
     """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32."""
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+    n = tokens.shape[0]  # which an export may leave open
+    chosen, weights = chosen.reshape(n, -1), weights.reshape(n, -1)
 
     def add(y: Array, i: Array) -> tuple[Array, None]:
         one = functools.partial(jax.tree.map, lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1))
