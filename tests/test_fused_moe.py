@@ -10,29 +10,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
-from interpreter.kernels.fused_moe import BF16, LIMIT, Problem, numbers, of_large_scales
+from interpreter.kernels.fused_moe import of_large_scales
 from jax_dsv4_fmha import EXPORT_CHECKS, PackedExperts, explain, fused_moe, pack_experts
 from jax_dsv4_fmha._host import fused_moe as raw
+from jax_dsv4_fmha._testing import experts as cases
+from jax_dsv4_fmha._testing.cases import MODEL
+from jax_dsv4_fmha._testing.experts import LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
 from kernels.abi import MOST_GROUPS, GroupedProduct
 
-
-def operands(x, dtype=jnp.bfloat16):
-    return jnp.asarray(x.x, dtype)[None], *x.packed, jnp.asarray(x.chosen)[None], jnp.asarray(x.weights)[None]
-
-
-def wanted(x, round_inner=True):
-    """float64 [tokens, k], with the channels inside of experts rounded as they are in memory."""
-    y, n_chosen = np.zeros(x.x.shape), x.chosen.shape[1]
-    for e, choices in x.rows().items():
-        for choice in choices:
-            inner = x.inner_of(choice)
-            inner = inner.astype(BF16).astype(np.float64) if round_inner else inner
-            y[choice // n_chosen] += numbers(x.codes2[e], x.scales2[e]) @ inner
-    return y
-
-
-def off(y, want):
-    return np.abs(np.asarray(y[0], np.float64) - want).max() / np.abs(want).max()
+CASES = [case for case in MODEL if isinstance(case, ExpertsCase)]
 
 
 @pytest.mark.parametrize("change", [lambda x: x, of_large_scales], ids=["usual scales", "large and small scales"])
@@ -53,6 +39,27 @@ def test_definition():
     x = Problem.of([1, 0, 9, 20])
     assert off(fused_moe(*operands(x), limit=LIMIT), wanted(x)) < 2**-7
     assert off(fused_moe(*operands(x, jnp.float32), limit=LIMIT), wanted(x, round_inner=False)) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_check_s_cases(case):
+    assert case.complaints("reference") == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x, w13, w2, chosen, weights: (x, w13, w2, chosen, weights[..., ::-1]),
+        lambda x, w13, w2, chosen, weights: (x, w13, w2, chosen ^ 1, weights),
+        lambda x, w13, w2, chosen, weights: (x, w13, jax.tree.map(lambda a: a[::-1], w2), chosen, weights),
+    ],
+    ids=["weights", "choices", "matrices"],
+)
+def test_check_finds_what_is_wrong(monkeypatch, fault):
+    right = fused_moe
+    monkeypatch.setattr(cases, "fused_moe", lambda *given, **how: right(*fault(*given), **how))
+    (says,) = CASES[0].complaints("reference")
+    assert says.startswith("results are off by ")
 
 
 def test_without_a_limit():

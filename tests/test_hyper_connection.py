@@ -9,32 +9,48 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
-from interpreter.kernels.hyper_connection import EPS, HC_EPS, ITERATIONS, NUMBERS, RESULTS, Problem, judge
 from jax_dsv4_fmha import EXPORT_CHECKS, explain, hyper_connection
+from jax_dsv4_fmha._testing import hyper_connection as cases
+from jax_dsv4_fmha._testing.cases import MODEL
+from jax_dsv4_fmha._testing.hyper_connection import (
+    EPS,
+    HC_EPS,
+    ITERATIONS,
+    HyperConnectionCase,
+    Problem,
+    complaints,
+    operands,
+    results,
+)
 from kernels.abi import HyperConnection
 from kernels.variants import VARIANTS
 
 HOW = {"iterations": ITERATIONS, "eps": EPS, "hc_eps": HC_EPS}
 HIDDEN = [v.hidden for v in VARIANTS if isinstance(v, HyperConnection)]
-
-
-def operands(x, b=1):
-    """Operands, and `taken`, with the tokens as b sequences."""
-    given = (jnp.asarray(a).reshape(b, -1, *a.shape[1:]) for a in (x.x, x.y, x.post, x.mix))
-    taken = jnp.asarray(x.taken)[None].reshape(b, -1, x.taken.shape[1]) if x.taken.shape[1] else None
-    return (*given, jnp.asarray(x.fn).reshape(NUMBERS, -1), *map(jnp.asarray, (x.scale, x.base, x.norm))), taken
-
-
-def made(found):
-    """Results as `judge` wants them."""
-    return {name: np.asarray(a).reshape(-1, *a.shape[2:]) for name, a in zip(RESULTS, found, strict=True)}
+CASES = [case for case in MODEL if isinstance(case, HyperConnectionCase)]
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_definition(is_taken):
     x = Problem.of(6, 32, is_taken)
     given, taken = operands(x, b=2)
-    judge(x, made(hyper_connection(*given, taken=taken, **HOW)))
+    assert complaints(x, results(hyper_connection(*given, taken=taken, **HOW))) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_check_s_cases(case):
+    assert case.complaints("reference") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [({"eps": 0.1}, "z: "), ({"iterations": 1}, "new_mix: "), ({"taken": None}, "z: "), ({"hc_eps": 0.0}, "new_mix: ")],
+    ids=str,
+)
+def test_check_finds_what_is_wrong(monkeypatch, fault, says):
+    right, taking = hyper_connection, next(case for case in CASES if case.features)
+    monkeypatch.setattr(cases, "hyper_connection", lambda *given, **how: right(*given, **how | fault))
+    assert any(complaint.startswith(says) for complaint in taking.complaints("reference"))
 
 
 def test_a_mix_is_doubly_stochastic():
@@ -137,7 +153,7 @@ def test_kernel(hidden, is_taken, tokens):
     x = Problem.of(tokens, hidden, is_taken)
     given, taken = operands(x)
     run = jax.jit(functools.partial(hyper_connection, implementation="cubin", **HOW))
-    judge(x, made(run(*given, taken=taken)))
+    assert complaints(x, results(run(*given, taken=taken))) == []
 
 
 @pytest.mark.gpu
