@@ -1,12 +1,12 @@
 """A layer's experts from weights in MXFP4: the definition, packing, errors, transformations, and kernels on a GPU."""
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
@@ -17,6 +17,8 @@ from jax_dsv4_fmha._testing import experts as cases
 from jax_dsv4_fmha._testing.cases import MODEL
 from jax_dsv4_fmha._testing.experts import LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
 from kernels.abi import MOST_GROUPS, GroupedProduct
+from tests.helpers import collectives
+from tests.transformed import KINDS
 
 CASES = [case for case in MODEL if isinstance(case, ExpertsCase)]
 
@@ -69,22 +71,40 @@ def test_without_a_limit():
     assert (np.asarray(fused_moe(*args)) != np.asarray(fused_moe(*args, limit=0.1))).any()
 
 
-def test_experts_of_two_devices_add_up():
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_two_devices_add_up(kind):
     """In a shard_map each device has some experts, and their numbers from 0 on."""
     x = Problem.of([3, 4])
     given, w13, w2, chosen, weights = operands(x, jnp.float32)
-    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
 
     def of_device(given, w13, w2, chosen, weights):
-        w13, w2 = (replace(w, data=w.data, factor=w.factor) for w in (w13, w2))
         first = jax.lax.axis_index("expert") * w13.experts
         return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
 
     spec = P("expert")
+    w13, w2 = jax.device_put((w13, w2), NamedSharding(mesh, spec))
     run = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), spec, spec, P(), P()), out_specs=P())
     text = jax.jit(run).lower(given, w13, w2, chosen, weights).compile().as_text()
     assert "all-gather" not in text
     y = jax.jit(run)(given, w13, w2, chosen, weights)
+    assert off(y, wanted(x, round_inner=False)) < 1e-5
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_share_out_tokens(kind):
+    """Each has the matrices of all experts."""
+    x = Problem.of([3, 0, 4, 8])
+    given, w13, w2, chosen, weights = operands(x, jnp.float32)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(KINDS[kind],))
+    by_tokens = NamedSharding(mesh, P(None, "context"))
+    given, chosen, weights = (jax.device_put(a, by_tokens) for a in (given, chosen, weights))
+    run = functools.partial(fused_moe, limit=LIMIT)
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(given, w13, w2, chosen, weights).compile()
+        y = program(given, w13, w2, chosen, weights)
+    assert collectives(program) == {} and y.sharding.is_equivalent_to(by_tokens, 3)
     assert off(y, wanted(x, round_inner=False)) < 1e-5
 
 

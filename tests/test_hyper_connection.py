@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
@@ -24,6 +25,8 @@ from jax_dsv4_fmha._testing.hyper_connection import (
 )
 from kernels.abi import HyperConnection
 from kernels.variants import VARIANTS
+from tests.helpers import collectives
+from tests.transformed import KINDS
 
 HOW = {"iterations": ITERATIONS, "eps": EPS, "hc_eps": HC_EPS}
 HIDDEN = [v.hidden for v in VARIANTS if isinstance(v, HyperConnection)]
@@ -100,16 +103,36 @@ def test_gradient_is_that_of_the_definition():
     np.testing.assert_allclose((near[0] - near[1]) / 2, (of[0](*given)[4] * step).sum(), rtol=2e-2)
 
 
-def test_devices_share_out_tokens():
-    given, _ = operands(Problem.of(8, 16), b=4)
-    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_share_out_tokens(kind, is_taken):
+    given, taken = operands(Problem.of(8, HIDDEN[0], is_taken), b=4)
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(KINDS[kind],) * 2)
+
+    def run(*given, taken=None):
+        return hyper_connection(*given, taken=taken, **HOW)
+
+    by_tokens, whole = (NamedSharding(mesh, spec) for spec in (P("data", "context"), P()))
+    placed = [jax.device_put(a, by_tokens if i < 4 else whole) for i, a in enumerate(given)]
+    part = {"taken": jax.device_put(taken, by_tokens)} if is_taken else {}
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(a, P("data", "context")) for a in given[:4]]
-        run = jax.jit(functools.partial(hyper_connection, **HOW))
-        got = run(*placed, *given[4:])
-        assert "all-gather" not in run.lower(*placed, *given[4:]).compile().as_text()
-    for a, b in zip(got, hyper_connection(*given, **HOW), strict=True):
+        program = jax.jit(run).lower(*placed, **part).compile()
+        got = program(*placed, **part)
+    assert collectives(program) == {}
+    assert all(a.sharding.is_equivalent_to(by_tokens, a.ndim) for a in got)
+    for a, b in zip(got, run(*given, taken=taken), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.usefixtures("built")
+def test_parameters_over_devices_are_refused():
+    """Where types know of the sharding: each device needs fn whole."""
+    given, _ = operands(Problem.of(8, HIDDEN[0]), b=4)
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(KINDS["Explicit"],) * 2)
+    fn = jax.device_put(given[4], NamedSharding(mesh, P(None, "data")))
+    with pytest.raises(ValueError, match="fn: got streams sharded over data, wanted that axis whole"):
+        jax.jit(hyper_connection)(*given[:4], fn, *given[5:])
 
 
 @pytest.mark.skipif(not native.built(HyperConnection), reason="without kernels")
