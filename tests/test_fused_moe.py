@@ -179,6 +179,13 @@ def test_errors_of_packing():
             pack_experts(*args)
 
 
+def test_packing_in_x64():
+    """The dtypes are those that a kernel takes."""
+    with jax.enable_x64(True):
+        w13, w2 = Problem.of([1]).packed
+        assert {a.dtype.name for w in (w13, w2) for a in (w.factor, w.unpacked())} == {"float32"}
+
+
 def test_packed_experts_are_a_pytree():
     w13, _ = Problem.of([1, 1, 1]).packed
     one = jax.tree.map(lambda a: a[1:2], w13)
