@@ -20,7 +20,7 @@ from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict
 
-from .test_deepseek_v4 import checkpoint
+from .test_deepseek_v4_checkpoint import checkpoint
 
 CONFIG = {
     **common.SMALL, "hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2,

@@ -21,7 +21,8 @@ from .copies import swizzled
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Misuse, OutOfBounds, Race, Undefined
 from .parser import Instruction
-from .state import FULL, LANES, Array, AsyncOp, Memory, Wait, Warp, lanes_of
+from .state import FULL, LANES, Array, AsyncOp, Wait, Warp, lanes_of
+from .storage import Memory
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
 DTYPES: dict[str, type[np.generic]] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}

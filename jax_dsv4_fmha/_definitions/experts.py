@@ -71,7 +71,7 @@ class PackedExperts:
         codes = jnp.stack([_field(words, *field) for field in FIELDS], -2)  # e tile slab | warp g t step | j | half
         codes = codes.reshape(*codes.shape[:7], 2, 2, 2).transpose(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
         scales = self.data[..., CODES:].reshape(*self.data.shape[:3], 4, 8, 2, 2).transpose(0, 1, 3, 5, 4, 2, 6)
-        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(1.0, scales.astype(jnp.int32) - 253))
+        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(jnp.float32(1), scales.astype(jnp.int32) - 253))
         e, tiles = codes.shape[:2]
         x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP)
         x = (x * scales.reshape(e, tiles, 4, 2, 8, -1, 1)).reshape(e, tiles, 4, 2, 8, self.columns)
@@ -176,7 +176,7 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
     kept = jnp.where(scales == 255, 255, kept).astype(jnp.uint8)
     s = _in_tiles(kept[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 2).transpose(0, 4, 1, 3, 2, 5)
     data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:2], SLAB_BYTES - CODES)], -1)
-    return data, jnp.ldexp(1.0, above)
+    return data, jnp.ldexp(jnp.float32(1), above)
 
 
 def of_experts(
@@ -184,8 +184,7 @@ def of_experts(
 ) -> Array:
     """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32."""
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    n = tokens.shape[0]  # which an export may leave open
-    chosen, weights = chosen.reshape(n, -1), weights.reshape(n, -1)
+    chosen, weights = (a.reshape(-1, a.shape[-1]) for a in (chosen, weights))
 
     def add(y: Array, i: Array) -> tuple[Array, None]:
         one = functools.partial(jax.tree.map, lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1))
