@@ -23,6 +23,7 @@ from examples.deepseek_v4.model import FIXED, Model
 from examples.serving import Request, Server
 
 from . import model_float64
+from .helpers import assert_in_place
 from .test_layer_config import published
 
 SIZES = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
@@ -106,6 +107,23 @@ def test_chunks_and_steps(name, paged):
         at = lengths + i
         logits, caches = step(joined, tokens[range(3), at], caches, at + 1)
         assert_close(logits, want[range(3), at])
+
+
+def test_stablehlo_grows_by_a_call_for_a_layer():
+    """Steps and chunks have a function for each kind of layer, however many layers there are."""
+
+    def text(layers, method, *tokens):
+        kinds = [f"{common.KINDS[kind]}_attention" for kind in (0, *[1, 2] * layers)][:layers]
+        model = Model.from_config(CONFIGS["v4"] | {"num_hidden_layers": layers, "layer_types": kinds})
+        params, caches = jax.eval_shape(lambda: (model.init(jax.random.key(0)), model.cache(2, 64)))
+        operands = params, jnp.zeros((2, *tokens), jnp.int32), caches, *[jnp.full(2, 40)] * (1 + len(tokens))
+        traced = jax.jit(getattr(model, method), donate_argnums=2).trace(*operands)
+        assert_in_place(traced)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+
+    for how in (("step",), ("read", 8)):
+        few, many = text(5, *how), text(9, *how)
+        assert len(many) == len(few) + 4
 
 
 def results(name, params):

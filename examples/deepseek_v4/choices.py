@@ -27,16 +27,12 @@ def choices(model: Model, params: Any, tokens: jax.Array) -> dict[int, jax.Array
 
     @jax.jit
     def run(params: Any, tokens: jax.Array) -> list[jax.Array]:
-        found = []
-
         def attend(layer, p, x, _, shared):
-            out = layer(p, x, shared=shared)
-            found.append(out.indices)
-            return out
+            return layer(p, x, shared=shared)
 
         rows, _ = model.rows(params, tokens)
-        model.forward(params, tokens, rows, [None] * len(model.layers), attend)
-        return [i[0] for i in found if i is not None]
+        outputs = model.forward(params, tokens, rows, [None] * len(model.layers), attend).outputs
+        return [out.indices[0] for out in outputs if out.indices is not None]
 
     which = [i for i, layer in enumerate(model.layers) if layer.indexer]
     found = run(params, tokens[None])

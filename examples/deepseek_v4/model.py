@@ -249,19 +249,26 @@ class Model:
     ) -> "Forward":
         """All layers, with attend(layer, parameters, x, cache, shared) for attention.
 
+        attend is traced once for layers of a kind, so what it traces stays inside of it.
+
         at: int32 `[b]`: the logits `[b, 1, vocabulary]` of this token of each sequence alone.
         """
-        x, after, means, shared = self.embedded(params, tokens), [], [], Shared()
-        for i, p in enumerate(params["layers"]):
-            before = self.reminded(i, params, p, x, rows.get(i))
-            x, out, _ = self.block(i, params, p, before, tokens, caches[i], shared, attend)
-            shared, after = shared.after(out), [*after, out.cache]
+
+        @functools.partial(jax.jit, static_argnums=0)  # StableHLO has a function for each kind, which layers call
+        def run(layer, p, of_layer, x, cache, shared):
+            before = self.reminded(p, of_layer, x)
+            return before, *self.block(layer, p, of_layer, before, tokens, cache, shared, attend)[:2]
+
+        x, outputs, means, shared = self.embedded(params, tokens), [], [], Shared()
+        for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
+            before, x, out = run(layer, p, self.of_layer(i, params, rows), x, caches[i], shared)
+            shared, outputs = shared.after(out), [*outputs, out]
             if i in self.seen:
                 seen = (before if self.delayed else x).after()
                 means.append(seen.mean(2, dtype=jnp.float32).astype(seen.dtype))
         if at is not None:
             x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
-        return Forward(self.logits(params, x), after, jnp.concatenate(means, -1) if means else None)
+        return Forward(self.logits(params, x), outputs, jnp.concatenate(means, -1) if means else None)
 
     def embedded(self, params: Any, tokens: jax.Array) -> "Streams":
         """The streams before the first layer."""
@@ -270,30 +277,34 @@ class Model:
         post, mix = jnp.ones(x.shape[:3]), jnp.zeros((*x.shape[:3], self.streams))
         return Streams(x, y, post, mix, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
 
-    def reminded(self, i: int, params: Any, p: Any, streams: "Streams", rows: jax.Array | None) -> "Streams":
-        """The streams before layer i, with parameters p, and what its engram recalls, if it has one."""
-        if rows is None:
+    def of_layer(self, i: int, params: Any, rows: Mapping[int, jax.Array]) -> "OfLayer":
+        """What layer i has beside its parameters, with the rows of engrams' tables by layer."""
+        return OfLayer(params["routing"][i], params["tables"][str(i)] if i in rows else None, rows.get(i))
+
+    def reminded(self, p: Any, of_layer: "OfLayer", streams: "Streams") -> "Streams":
+        """The streams before a layer with parameters p, and what its engram recalls, if it has one."""
+        if of_layer.rows is None:
             return streams
-        x = recalled(p["engram"], params["tables"][str(i)], streams.after(), rows, self.layers[i].eps)
+        x = recalled(p["engram"], of_layer.table, streams.after(), of_layer.rows, self.layers[0].eps)
         return Streams.of(x, streams.pre)
 
     def block(
         self,
-        i: int,
-        params: Any,
+        layer: DSV4Attention,
         p: Any,
+        of_layer: "OfLayer",
         streams: "Streams",
         tokens: jax.Array,
         cache: Any,
         shared: Shared,
         attend: Callable[..., Output],
     ) -> tuple["Streams", Output, jax.Array]:
-        """Layer i, with parameters p: the streams after it; attention's output; how many tokens each expert got."""
-        layer, of = self.layers[i], self.before(p["attention_hc"], p["attention_norm"], streams, cache is None)
+        """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
+        of = self.before(p["attention_hc"], p["attention_norm"], streams, cache is None)
         out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
         of = self.before(p["moe_hc"], p["moe_norm"], streams, cache is None)
-        y, load = self.moe(p["moe"], params["routing"][i], of.z, tokens)
+        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     def logits(self, params: Any, streams: "Streams") -> jax.Array:
@@ -489,9 +500,25 @@ class Forward(NamedTuple):
 
     logits: jax.Array
     """float32 `[b, s, vocabulary]`"""
-    caches: list[LayerCache | None]
+    outputs: list[Output]
+    """of every layer's attention"""
     means: jax.Array | None
     """`[b, s, layers that drafts see · hidden]`"""
+
+    @property
+    def caches(self) -> list[LayerCache | None]:
+        return [out.cache for out in self.outputs]
+
+
+class OfLayer(NamedTuple):
+    """The arrays of a layer that have no gradient."""
+
+    routing: jax.Array
+    """`[experts]` or `[vocabulary, k]`, as `Model.routed` takes it"""
+    table: Any = None
+    """of its engram, if it has one"""
+    rows: jax.Array | None = None
+    """of that table, which each token finds"""
 
 
 class Streams(NamedTuple):

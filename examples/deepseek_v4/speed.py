@@ -134,7 +134,10 @@ def of_layer(model: Model, params: Any, work: Work, calls: int) -> float:
             return layer(p, x, cache, shared, start=lengths - work.tokens, lengths=lengths)
 
         streams = Streams.of(x, jnp.ones(x.shape[:3]))
-        streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, cache, Shared(), attend)
+        of_layer = model.of_layer(0, params, {})
+        streams, out, _ = model.block(
+            model.layers[0], params["layers"][0], of_layer, streams, tokens, cache, Shared(), attend
+        )
         return out.cache, streams.after()
 
     (cache,) = random(model.cache(work.b, work.context, common.compute_dtype()).layers)

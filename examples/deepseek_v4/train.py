@@ -98,9 +98,9 @@ def losses(
             return layer(p, x, shared=shared, segment_ids=documents, zigzag=order)
 
         p = ready(p, "layers", i)
-        streams = model.reminded(i, fixed, p, streams, rows.get(i))
-        streams, out, load = model.block(i, fixed, p, streams, tokens, None, shared, attend)
-        layer = model.layers[i]
+        layer, of_layer = model.layers[i], model.of_layer(i, fixed, rows)
+        streams = model.reminded(p, of_layer, streams)
+        streams, out, load = model.block(layer, p, of_layer, streams, tokens, None, shared, attend)
         of_indexer, recalled = 0.0, []
         if layer.indexer is not None:
             of_indexer = layer.indexer_loss(p["attention"], out, shared).mean()
