@@ -9,7 +9,10 @@ import functools
 import json
 import re
 import runpy
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +127,17 @@ def test_stablehlo_grows_by_a_call_for_a_layer():
     for how in (("step",), ("read", 8)):
         few, many = text(5, *how), text(9, *how)
         assert len(many) == len(few) + 4
+
+
+@pytest.mark.slow
+def test_compiled_programs_are_kept(tmp_path):
+    """A program that is run again finds in --compiled what the first one left there, and adds nothing."""
+    left = []
+    for _ in range(2):
+        command = [sys.executable, "-m", "examples.deepseek_v4.choices", "--length", "20", "--compiled", str(tmp_path)]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[1], capture_output=True)
+        left.append(sorted(path.name for path in tmp_path.glob("*-cache")))
+    assert left[0] and left[0] == left[1]
 
 
 def results(name, params):

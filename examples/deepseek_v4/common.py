@@ -74,11 +74,21 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     for name, what in (("tensor", "every expert"), ("expert", "the experts")):
         made.add_argument(f"--{name}", type=at_least(1), default=1, help=f"devices that share out {what} (default: 1)")
+    option_compiled(made)
     return made
 
 
-def run(main: Callable[..., Any], **arguments: Any) -> None:
-    """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too."""
+def option_compiled(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compiled", help="a directory that keeps what is compiled for programs that are run again")
+
+
+def run(main: Callable[..., Any], compiled: str | None = None, **arguments: Any) -> None:
+    """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too.
+
+    compiled: the directory of JAX's persistent compilation cache.
+    """
+    if compiled is not None:
+        jax.config.update("jax_compilation_cache_dir", compiled)
     try:
         main(**arguments)
     except (ValueError, FloatingPointError, NotImplementedError, OSError, MemoryError, jax.errors.JaxRuntimeError) as e:

@@ -278,7 +278,7 @@ class Model:
         return Streams(x, y, post, mix, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
 
     def of_layer(self, i: int, params: Any, rows: Mapping[int, jax.Array]) -> "OfLayer":
-        """What layer i has beside its parameters, with the rows of engrams' tables by layer."""
+        """The arrays of layer i beside its parameters, with the rows of engrams' tables by layer."""
         return OfLayer(params["routing"][i], params["tables"][str(i)] if i in rows else None, rows.get(i))
 
     def reminded(self, p: Any, of_layer: "OfLayer", streams: "Streams") -> "Streams":

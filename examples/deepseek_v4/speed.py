@@ -186,6 +186,7 @@ def arguments() -> dict:
     parser.add_argument("--calls", type=common.at_least(1), default=20, help="that a time is the mean of (default: 20)")
     parser.add_argument("--packed", action="store_true", help="routed experts in MXFP4, by fused_moe")
     parser.add_argument("--json", dest="file", help="a file for the same numbers")
+    common.option_compiled(parser)
     found = vars(parser.parse_args())
     if found["checkpoint"] is None and jax.default_backend() == "cpu":
         parser.error("V4-Flash's sizes want a GPU, and there is none here; give a directory with a smaller config.json")
