@@ -41,7 +41,7 @@ def choices(model: Model, params: Any, tokens: jax.Array) -> dict[int, jax.Array
 
 def overlap(one: np.ndarray, other: np.ndarray, counts: np.ndarray) -> float:
     """Averages, over the rows that count, the share of a row's entries in `one` that the row has in `other`, too."""
-    chosen = np.zeros((2, len(one), max(one.max(), other.max()) + 2), bool)
+    chosen = np.zeros((2, len(one), max(one.max(initial=-1), other.max(initial=-1)) + 2), bool)
     for of, entries in zip(chosen, (one, other), strict=True):
         np.put_along_axis(of, entries, True, 1)  # -1, which is none, is the last column
     both = chosen[..., :-1].all(0).sum(1) / (one >= 0).sum(1).clip(1)
