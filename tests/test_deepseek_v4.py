@@ -134,7 +134,8 @@ def test_compiled_programs_are_kept(tmp_path):
     """A program that is run again finds in --compiled what the first one left there, and adds nothing."""
     left = []
     for _ in range(2):
-        command = [sys.executable, "-m", "examples.deepseek_v4.choices", "--length", "20", "--compiled", str(tmp_path)]
+        command = [sys.executable, "-m", "examples.deepseek_v4.choices", "--compiled", str(tmp_path)]
+        command += ["--length", "20", "--distances", "1"]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1], capture_output=True)
         left.append(sorted(path.name for path in tmp_path.glob("*-cache")))
     assert left[0] and left[0] == left[1]
