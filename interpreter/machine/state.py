@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike
 from .hazards import HOST, Clock, Event, Misuse, OutOfBounds, Race, Undefined
 from .parser import Instruction, Program
 from .rules import MANUAL, Rule
+from .storage import Array as Array
 from .storage import GlobalMemory, Memory
 
-Array = np.ndarray[Any, Any]  # of any dtype and rank: registers and memory are viewed as they are used
 DType = np.dtype[Any]
 
 LANES = 32

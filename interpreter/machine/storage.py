@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .hazards import Event, Misuse, OutOfBounds, Shadow
+from .hazards import Actor, Event, Misuse, OutOfBounds, Shadow
 
-if TYPE_CHECKING:
-    from .state import Array, AsyncOp, Warp
-
+Array = np.ndarray[Any, Any]  # of any dtype and rank: registers and memory are viewed as they are used
 GLOBAL_BASE = 0x7000_0000_0000
 
 
@@ -38,19 +36,19 @@ class Buffer:
         else:
             self.bytes[:size] = np.frombuffer(data.tobytes(), np.uint8)
 
-    def read(self, actor: Warp | AsyncOp, offsets: Array, size: int) -> Array:
+    def read(self, actor: Actor, offsets: Array, size: int) -> Array:
         """[len(offsets), size] bytes; offsets are checked already."""
         if self.shadow is not None:
             self.shadow.read(actor, (offsets[:, None] // 4 + np.arange(-(-size // 4))).ravel())
         return self.bytes[offsets[:, None] + np.arange(size)]
 
-    def write(self, actor: Warp | AsyncOp, offsets: Array, data: Array) -> None:
+    def write(self, actor: Actor, offsets: Array, data: Array) -> None:
         if self.shadow is None:
             raise Misuse(f"writes to {self.name}, which is an operand")
         self.shadow.write(actor, (offsets[:, None] // 4 + np.arange(-(-data.shape[1] // 4))).ravel())
         self.bytes[offsets[:, None] + np.arange(data.shape[1])] = data
 
-    def change(self, actor: Warp | AsyncOp, words: Array) -> None:
+    def change(self, actor: Actor, words: Array) -> None:
         """An atomic is about to change them."""
         if self.shadow is None:
             raise Misuse(f"adds to {self.name}, which is an operand")
