@@ -156,7 +156,8 @@ def ran() -> Iterator[str]:
 def machine_code() -> Iterator[str]:
     """No record of times is older than the machine code of its kernels, as far as it names it and kernels are built.
 
-    That is lint and no test: ptxas has made two machine codes of one PTX (mla_span_fwd_few_heads of 16 heads).
+    That is lint and no test: ptxas made two machine codes of one PTX (mla_span_fwd_few_heads of 16 heads), so no record
+    names this one.
     """
     yield from runs.older(runs.bench_records())
 

@@ -91,15 +91,15 @@ PARTS = ("products", "attention", "indexer", "compressor", "append", "rope", "no
 
 def _by_parts(title: str, found: list[dict[str, Any]]) -> str:
     """Columns of the parts that some row has."""
-    later = {row["name"]: row for row in suite(ON_H100, "layer")}
+    on_h100 = {row["name"]: row for row in suite(ON_H100, "layer")}
     parts = [part for part in PARTS if any(part in row["times"]["ours"]["parts"] for row in found)]
     rows = []
     for row in found:
-        times, again = row["times"]["ours"], later[row["name"]]
+        times, other = row["times"]["ours"], on_h100[row["name"]]
         rest = 1 - (times["parts"]["products"] + times["parts"]["attention"]) / sum(times["parts"].values())
         each = (micro(times["parts"][part]) if part in times["parts"] else "" for part in parts)
-        now = [micro(ours(again)), str(again["times"]["ours"]["launches"])]
-        rows.append([_kind(row["name"]), micro(ours(row)), str(times["launches"]), *each, percent(rest), *now])
+        there = [micro(ours(other)), str(other["times"]["ours"]["launches"])]
+        rows.append([_kind(row["name"]), micro(ours(row)), str(times["launches"]), *each, percent(rest), *there])
     return table(" | ".join([title, "all", "launches", *parts, "rest", _card(ON_H100), "launches"]), rows)
 
 
@@ -201,11 +201,11 @@ def layer_stack() -> str:
             launches = str(row["times"]["ours"]["launches"])
             rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
     return (
-        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _now()
+        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _elsewhere()
     )
 
 
-def _now() -> str:
+def _elsewhere() -> str:
     """The same on another card."""
     found = row_of(ON_H100, "43 layers, step after 16384, b64")["times"]
     kernels, graph, at_once = (found[name]["seconds"] * 1e3 for name in ("ours", "graph", "at once"))

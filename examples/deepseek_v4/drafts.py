@@ -59,7 +59,7 @@ class DSpark:
         if read.has("dspark_n_routed_experts") != read.has(*CHOSEN):
             raise ValueError(f"config: wanted dspark_n_routed_experts and {CHOSEN[0]}, or neither")
         kinds = {"layer_types": ["sliding_attention"] * n, "compress_ratios": [0] * n}
-        if model.delayed:  # a window alone: nobody reads others' entries
+        if model.delayed:  # these layers have a window alone, and read no entries of other layers
             kinds |= {"kv_source_layer_ids": [], "index_source_layer_ids": []}
             kinds |= dict.fromkeys(("kv_source_layers", "index_source_layers", *CANDIDATES))
         sizes = {"num_hidden_layers": n, "n_layers": n, "num_hash_layers": 0, "n_hash_layers": 0}
