@@ -201,7 +201,9 @@ def layer_stack() -> str:
             launches = str(row["times"]["ours"]["launches"])
             rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
     return (
-        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _elsewhere()
+        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+        + "\n\n"
+        + _elsewhere()
     )
 
 
