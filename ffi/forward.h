@@ -1,4 +1,4 @@
-// The calls of attention, over the keys of one or more sources -> o like q, lse f32 [b, s_q, h_q]. The sink is part of
+// The calls of attention, over the keys of one or more sources -> o like q or as wide as values, lse f32 [b, s_q, h_q]. The sink is part of
 // o, never of lse.
 //
 // Two more results say whether the keys of a row are split: o_parts f32 [n, s_q, h_q, splits, d] and lse_parts f32
@@ -25,7 +25,7 @@ struct Forward {
     if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
     Expectations expect;
     const int64_t split = std::min(std::max<int64_t>(n.b_split, 1), n.b);
-    expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, n.d});
+    expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, call.o.dimensions[3]});
     return expect.error();
   }
 
@@ -67,7 +67,9 @@ struct Forward {
     }
     ffi::Error error = Launch(forward, stream, plan, /*overlaps=*/first > 0 && tiles.gathers);
     if (error.failure() || shape.rows.splits == 1) return error;
-    auto merge = PlanCombine(shape.rows, combine->threads, combine->tile_n, stream.device.processors, at);
+    RowShape of_o = shape.rows;
+    of_o.d = call.o.dimensions[3];
+    auto merge = PlanCombine(of_o, combine->threads, combine->tile_n, stream.device.processors, at);
     return Launch(combine, stream, merge, /*overlaps=*/true);
   }
 };

@@ -26,6 +26,7 @@ class Mode:
     precision: str = ""  # of products: one of `FP8`
     order: str = ""  # "few_heads" or "by_columns": a kernel that has the canonical order of sums alone
     bounds: bool = False  # a gradient's bounds, from which its fixed point follows, and not the gradient
+    d_v: int = 0  # how many of a key's numbers, the first ones, are its value; 0: all
 
     @property
     def is_e4m3(self) -> bool:
@@ -41,6 +42,7 @@ class Mode:
 PLAIN, ROTARY, BOUNDS = Mode(), Mode(rotary=True), Mode(bounds=True)
 FEW_HEADS, BY_COLUMNS = Mode(order="few_heads"), Mode(order="by_columns")
 BF16_ROPE = "e4m3_bf16_rope"  # scores take RoPE's dimensions, the last ones, by products of bfloat16
+FIRST_512 = Mode(d_v=512)  # of latents that end with RoPE's numbers, which are no values
 FP8 = ("e4m3", BF16_ROPE)  # precisions with keys as codes of e4m3, each in a unit of its own
 UNIT_BYTES = 16  # at the end of such a key, of which the first two are its unit, a power of two in bfloat16
 
@@ -48,7 +50,8 @@ UNIT_BYTES = 16  # at the end of such a key, of which the first two are its unit
 def name_of(op: str, mode: Mode = PLAIN) -> str:
     """The name of an op in a mode: of its custom call, and of its kernels."""
     op = op.replace("_bwd", "_bounds") if mode.bounds else op
-    return "_".join(filter(None, [op, "turned" * mode.rotary, mode.precision, mode.order]))
+    values = f"v{mode.d_v}" if mode.d_v else ""
+    return "_".join(filter(None, [op, "turned" * mode.rotary, mode.precision, mode.order, values]))
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ EVIDENCE = {"sm_90a": "run on hardware", "sm_100f": NOT_RUN}
 class Forward(Variant):
     """Attention: q, keys from one or more sources, a sink, a scale; o and lse."""
 
-    d: int  # head dimension of both keys and values
+    d: int  # head dimension of q and keys, and of values unless the mode says another
     dtype: str  # "bfloat16" or "float16": q and o, and k and v unless they are packed
     packing: str = ""  # of `PACKED_SOURCES`: how the keys are packed; "" where they are not
     max_heads: int = ANY  # of q that it takes
@@ -161,6 +164,11 @@ class Forward(Variant):
         return self.mode.rotary
 
     @property
+    def d_v(self) -> int:
+        """The head dimension of values and of o."""
+        return self.mode.d_v or self.d
+
+    @property
     def gathers_by_tma(self) -> bool:
         """True if TMA loads all keys that are not packed."""
         return self.shared_kv and self.arch == "sm_100f"
@@ -171,10 +179,15 @@ class Forward(Variant):
         return self.gathers_by_tma or self.mode.is_e4m3
 
     @property
+    def moves_o(self) -> bool:
+        """True if threads store o."""
+        return self.moves_rows or not self.shared_kv or self.d_v < self.d
+
+    @property
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
         traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.mode.is_e4m3}
-        traits["shared_tiles"] = self.shares_tiles
+        traits |= {"shared_tiles": self.shares_tiles, "first_values": self.d_v < self.d}
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property
@@ -185,7 +198,7 @@ class Forward(Variant):
 
     @property
     def params(self) -> Params:
-        by_tma = {"q": not self.moves_rows, "o": self.shared_kv and not self.moves_rows}
+        by_tma = {"q": not self.moves_rows, "o": not self.moves_o}
         return (
             *(x for name, maps in by_tma.items() for x in (rows(name) if maps else each("address", name))),
             *self.params_of_keys,

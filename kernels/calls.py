@@ -11,6 +11,7 @@ from .abi import (
     BOUNDS,
     BY_COLUMNS,
     FEW_HEADS,
+    FIRST_512,
     FORWARD_OPS,
     FP8,
     PLAIN,
@@ -140,11 +141,12 @@ OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POO
 
 def attention(op: str, mode: Mode = PLAIN, sources: Arrays = (), **attributes: str) -> Target:
     """A call of attention in a mode, over the op's `SOURCES` if no others are given."""
+    d_v = str(mode.d_v or "d")
     results = arrays(
-        "o: T[b s_q h_q d]",
+        f"o: T[b s_q h_q {d_v}]",
         "lse: f32[b s_q h_q]",
         # of the last b_split sequences, whose keys are split; without splits there are none
-        "o_parts: f32[b_split s_q h_q splits d]",
+        f"o_parts: f32[b_split s_q h_q splits {d_v}]",
         "lse_parts: f32[b_split s_q h_q splits]",
     )
     operands = (array("q: T[b s_q h_q d]"), *(sources or SOURCES[op]), array("sink: f32[h_q]"))
@@ -229,6 +231,7 @@ TARGETS = (
     *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, Mode(precision=x), codes_of(op, x)) for x in FP8 for op in ("csa_fwd", "hca_fwd")),
+    *(attention(op, FIRST_512) for op in ("mla_span_fwd", "mla_sparse_fwd")),
     attention("dsv4_decode", packing="string"),
     *(attention(op, BY_COLUMNS) for op in ("mla_sparse_fwd", "csa_fwd")),
     attention("dsv4_decode", BY_COLUMNS, packing="string"),

@@ -10,6 +10,7 @@ from .abi import (
     BY_COLUMNS,
     FEW_HEADS,
     FEW_ROWS,
+    FIRST_512,
     FP8,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
@@ -105,6 +106,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in MLA_OPS
     ),
     *(Forward(op, "sm_90a", MLA, 512, "bfloat16", mode=ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),
+    *(Forward(op, "sm_90a", MLA, 576, "bfloat16", mode=FIRST_512) for op in ("mla_span_fwd", "mla_sparse_fwd")),
     *(
         Forward(op, "sm_90a", MLA_E4M3, 512, "bfloat16", mode=Mode(precision=precision))
         for precision in FP8

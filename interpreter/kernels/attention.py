@@ -22,7 +22,7 @@ class Keys:
     """One source of keys."""
 
     k: Array  # [b, s_kv, h_kv, d]
-    v: Array  # is k where they are one array
+    v: Array  # is k where they are one array, or its first columns
     seen_from: Array  # start of a span, indices of a selection
     seen_to: Array  # stop of a span, length of a selection
     counts: Array  # [b, s_q, s_kv]: how often a query sees a key
@@ -46,11 +46,17 @@ class Operands:
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
     mode: Mode = PLAIN
 
+    @property
+    def d_v(self) -> int:
+        """Columns of o."""
+        return int(self.sources[0].v.shape[-1])
+
     def named(self) -> dict[str, Array]:
         """Returns the arrays that a launch is handed, by the names of their addresses."""
         found = {"q": self.q, "sink": self.sink} | ({} if self.table is None else {"table": self.table})
         for i, keys in enumerate(self.sources):
-            found |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
+            values = keys.v if self.mode.d_v == 0 else keys.k  # a kernel finds them there
+            found |= {f"k{i}": keys.given, f"v{i}": values, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
         return found
 
     def arguments(self) -> tuple[Array | None, ...]:
@@ -62,6 +68,11 @@ class Operands:
             return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink, *table
         keys = ((x.k[:, :, 0] if x.given is x.k else x.given, x.seen_from, x.seen_to) for x in self.sources)
         return self.q, *(x for source in keys for x in source), self.sink, *table
+
+
+def values_of(k: Array, d_v: int) -> Array:
+    """The values of keys that have them as their first columns, in the same memory."""
+    return k if k.shape[-1] == d_v else k[..., :d_v]
 
 
 def any_query(counts: Array) -> Array:
@@ -115,7 +126,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
+        v = values_of(k, variant.mode.d_v or d) if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
         looked_at = any_query(seen[-1])
         if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
             looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]
@@ -271,7 +282,7 @@ def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, A
     p = counts * p
     denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
     o = np.exp(top - denominator)[..., None] * (p @ v.transpose(0, 2, 1, 3)[:, :, None])
-    return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
+    return o.transpose(0, 2, 1, 3, 4).reshape(b, s_q, h_q, -1), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
 
 
 def rounded_weights(logits: Array, units: Array, top: Array, counts: Array) -> Array:

@@ -111,7 +111,10 @@ def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Ope
                 counts[b, i, seen_from[b, i, p]] += 1
         size = np.linspace(0.02, 0.2, s_kv)[:, None, None]
         k = (size * rng.standard_normal(keys.k.shape)).astype(keys.k.dtype)
-        v = k if keys.v is keys.k else (0.125 * rng.standard_normal(k.shape)).astype(k.dtype)
+        if np.shares_memory(keys.v, keys.k):
+            v = attention.values_of(k, keys.v.shape[-1])
+        else:
+            v = (0.125 * rng.standard_normal(k.shape)).astype(k.dtype)
         for array in (k, v):
             array[~counts.any(1)] = np.nan
         made = attention.Keys(k, v, seen_from, seen_to, counts)

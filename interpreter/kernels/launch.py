@@ -145,12 +145,12 @@ def machine(
 def parts_of(x: attention.Operands) -> dict[str, int]:
     """Returns how many numbers all splits leave of a row, by array; there are none without splits."""
     splits = x.shape.splits
-    return {"o_parts": splits * x.shape.d, "lse_parts": splits} if splits > 1 else {}
+    return {"o_parts": splits * x.d_v, "lse_parts": splits} if splits > 1 else {}
 
 
 def outputs_of(x: attention.Operands) -> dict[str, Array]:
     """The outputs of attention."""
-    return {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
+    return {"o": x.q[..., : x.d_v], "lse": x.q[..., 0].astype(np.float32)}
 
 
 def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, int]:
@@ -163,7 +163,7 @@ def combine(kernel: Kernel[Combine], forward: Launch, *, seed: int = 0) -> Launc
     given = {name: (b := left.named(name)).bytes[: b.size].view(np.float32) for name in parts_of(x)} | {"sink": x.sink}
     addresses = {name: memory.add(name, array) for name, array in given.items()} | add_outputs(memory, forward.outputs)
     threads, tile_n = kernel.facts["threads"], kernel.facts["tile_n"]
-    plan = native.plan_combine(x.shape, threads=threads, tile_n=tile_n, addresses=addresses)
+    plan = native.plan_combine(x.shape._replace(d=x.d_v), threads=threads, tile_n=tile_n, addresses=addresses)
     return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale, forward.outputs)
 
 

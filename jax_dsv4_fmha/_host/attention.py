@@ -21,6 +21,7 @@ A mode may change them:
   cos and sin of each pair in turn.
 - precision: keys are codes, float8_e4m3fn, as `key_codes` makes them: of 528 bytes, or 656 for "e4m3_bf16_rope", with
   each key's unit at its end.
+- d_v: the first so many of a key's numbers are its value, and o has no others.
 - order "few_heads": `mla_span_fwd` with at most `FEW_HEADS` heads over kv `[b, s_kv, d]`, in `mla_sparse_fwd`'s order.
 - order "by_columns": two kernels share out keys and then columns of few queries.
 """
@@ -89,12 +90,13 @@ def attention(
         operands = (window, *lists[:2], pool, *lists[2:], sink)
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     of_parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
+    d_v = mode.d_v or q.shape[-1]
     results = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (q.shape[:-1], (*of_parts, q.shape[-1]), of_parts)),
+        jax.ShapeDtypeStruct((*q.shape[:-1], d_v), q.dtype),
+        *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (q.shape[:-1], (*of_parts, d_v), of_parts)),
     )
     o, lse, *_ = call(target, results, q, *operands, **attributes)
-    return (o, lse) if q.shape == shape else (o.reshape(shape), lse.reshape(shape[:-1]))
+    return (o, lse) if q.shape == shape else (o.reshape(*shape[:-1], d_v), lse.reshape(shape[:-1]))
 
 
 def _left_by_columns(q: jax.Array, room: int) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -38,7 +38,7 @@ class ForwardKernel(Kernel):
     """A forward kernel is a class with the method `kernel(q, o, sources, results, scaling, n)`:
 
     q        (TMA, array), or what `rows` says
-    o        the same where K is V, else a pointer
+    o        the same, or a pointer where it `moves_o`
     sources  for each a tuple: TMA of its arrays and pointers to them, as `source` says; last, its operands
     results  RowResults
     scaling  scale_log2, or what `scaling` says
@@ -96,6 +96,11 @@ class ForwardKernel(Kernel):
         scaling = self.scaling(scale_log2, table, eps)
         self.launch_persistent(rows, output, sources, results, scaling, n=n, ctas=ctas, stream=stream)
 
+    @property
+    def moves_o(self) -> bool:
+        """True if threads store o, and TMA does not."""
+        return not self.config.shared_kv
+
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Any:
         """Returns what determines the scale of a row's logits, as the kernel takes it: here `scale_log2` alone."""
         return scale_log2
@@ -103,7 +108,7 @@ class ForwardKernel(Kernel):
     def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
         """q and o as the kernel takes them."""
         c, output = self.config, o
-        if c.shared_kv:
+        if not self.moves_o:
             output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
         return tuple(tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.columns_q)), output
 

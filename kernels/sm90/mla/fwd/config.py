@@ -15,12 +15,13 @@ from .smem import Barriers
 class Config:
     """Compile-time choices; every tile, count and size follows from them."""
 
-    d: int
+    d: int  # of q and keys
     dtype: str
     sources: tuple[str, ...]  # their kinds, in the order in which they are taken: "span", "selection" or one of PACKED
     extra_keys: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
     cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     turns: bool = False  # whether q is normed and turned here, and o turned back
+    rope: int = 0  # numbers of a key that are no values, the last ones of d: none or a slab
     tile_m: int = 64
     tile_n: int = 64
     shared_kv: bool = True
@@ -32,8 +33,9 @@ class Config:
 
     @property
     def run(self) -> int:
-        """Row tiles that a CTA takes in a row: 128 heads of a query are two, with the same window."""
-        return 2 if self.sources == ("span",) else 1
+        """Row tiles that a CTA takes in a row: 128 heads of a query are two, with the same window. Where P stands in
+        the keys' place, the second would not find them there."""
+        return 2 if self.sources == ("span",) and not self.rope else 1
 
     @property
     def unpacks(self) -> bool:
@@ -55,6 +57,11 @@ class Config:
     def slabs_of_o(self) -> int:
         """Separate places for each side's outgoing O, besides that of its P."""
         return 0 if self.extra_keys else 1
+
+    @property
+    def moves_o(self) -> bool:
+        """True if threads store O. P then stands where its tile's slab of RoPE was, and O would have no place."""
+        return self.rope > 0
 
     @property
     def threads(self) -> int:
@@ -96,7 +103,30 @@ class Config:
 
     @property
     def half(self) -> int:
-        return self.d // 2
+        return self.d_v // 2
+
+    @property
+    def d_v(self) -> int:
+        """Numbers of a value, and of o."""
+        return self.d - self.rope
+
+    @property
+    def columns_k(self) -> int:
+        """Columns of keys that a TMA copy takes: half of a value's, or one slab, where RoPE's are not values."""
+        return SLAB if self.rope else self.half
+
+    def slabs(self, which: int, half: int) -> tuple[int, ...]:
+        """Slabs of a key tile, EVEN or ODD, that are filled and freed together: a half of a value's. RoPE's slab, where
+        the tile's P stands later, is with the half that the reader of this P frees."""
+        slabs, rope = self.half // SLAB, range(self.d_v // SLAB, self.d // SLAB)
+        return *range(half * slabs, (half + 1) * slabs), *(rope if half != which else ())
+
+    def blocks(self, which: int, half: int) -> list[int]:
+        """The same columns of q and a tile, by the 16 of one WGMMA."""
+        return [i for slab in self.slabs(which, half) for i in range(slab * SLAB // 16, (slab + 1) * SLAB // 16)]
+
+    def filled_bytes(self, which: int, half: int) -> int:
+        return len(self.slabs(which, half)) * self.tile_n * SLAB * 2
 
     @property
     def columns_o(self) -> int:
@@ -113,25 +143,23 @@ class Config:
         return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
 
     @property
-    def half_tile_bytes(self) -> int:
-        return self.tile_n * self.half * 2
-
-    @property
     def row_bytes(self) -> int:
         return self.d * 2
 
     @property
     def smem_bytes(self) -> int:
         barriers = 8 * sum(Barriers.COUNTS)
-        p_and_o = 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
+        p_and_o = 0 if self.moves_o else 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
         rows, infos = 4 * self.tile_m * 2 * (1 + self.turns), 4 * 2 * PUBLISHED * (1 + len(self.sources))
         return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + p_and_o + rows + infos + barriers
 
     def __post_init__(self):
-        if self.d % (2 * SLAB) or self.half > 256:
+        if self.d_v % (2 * SLAB) or self.half > 256:
             raise ValueError(
-                f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
+                f"d_v must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d_v}"
             )
+        if self.rope not in (0, SLAB) or (self.rope and (self.extra_keys or self.unpacks or self.turns)):
+            raise ValueError(f"rope must be 0, or {SLAB} where keys are plain and all tiles alike, got {self.rope}")
         at_launch = registers_at_launch(self.threads)
         wanted = self.producers * self.registers[0] + 2 * self.registers[1]
         if wanted > self.threads // WARPGROUP * at_launch:  # or the last to ask would wait for ever

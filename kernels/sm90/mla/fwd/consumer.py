@@ -57,12 +57,12 @@ class Consumer:
     out: cute.Tensor
     products: cute.Tensor  # the same registers, by `columns_o`
     softmax: Softmax
-    stores: SlabStores
+    stores: SlabStores | None  # where TMA stores O
     turn: Turn | None  # where q is turned
 
     @staticmethod
     def of(
-        c: Any, dtype, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scaling: Float32 | Turn
+        c: Any, dtype, side: int, bar: Barriers, smem: Shared, output: Any, scaling: Float32 | Turn
     ) -> "Consumer":
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         keys = c.tile_keys[side]
@@ -89,7 +89,7 @@ class Consumer:
             out=out,
             products=cute.make_tensor(out.iterator, pv.partition_shape_C((c.tile_m, c.half))),
             softmax=Softmax.of(cute.make_rmem_tensor(ROWS, Float32) if c.turns else scaling),
-            stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
+            stores=None if c.moves_o else SlabStores(output[0], smem.o[side], WARPGROUP_MET + side, thread),
             turn=scaling if c.turns else None,
         )
 

@@ -1,4 +1,4 @@
-"""Attention for Hopper over a latent that is both K and V, head dimension 512.
+"""Attention for Hopper over a latent that is both K and V, head dimension 512, or 576 of which V is the first 512.
 
 O of 64 rows is 64 x 512 in fp32, half the register file, so two warpgroups own 256 columns each and every key tile is
 read by both. Key tiles of 64 go two by two: "left" computes the scores of the even one, "right" of the odd one, and
@@ -38,7 +38,7 @@ from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.cut_keys import cut_keys
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
-from kernels.lib.output import store_part
+from kernels.lib.output import store_output, store_part
 from kernels.lib.packed import packed_operands
 from kernels.lib.pipeline import wait_for
 from kernels.lib.rows import BoxedRows, Extents, RowTile
@@ -61,7 +61,7 @@ from kernels.lib.wgmma import (
 from kernels.packings import PACKED
 
 from .config import Config
-from .consumer import BOTH_MET, Consumer, Rows, hand_over, take_over
+from .consumer import BOTH_MET, WARPGROUP_MET, Consumer, Rows, hand_over, take_over
 from .key_tiles import KeyTiles, Work
 from .packed_tiles import load_packed
 from .paired_tiles import load_paired
@@ -79,6 +79,10 @@ class MlaFwdSm90(ForwardKernel):
         c = self.config
         return {**GATHERED, **{kind: packed_operands(kind, c.lanes_a_key, c.is_short) for kind in PACKED}}
 
+    @property
+    def moves_o(self) -> bool:
+        return self.config.moves_o
+
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Float32 | Turn:
         return Turn(scale_log2, table, eps) if self.config.turns else scale_log2
 
@@ -86,7 +90,7 @@ class MlaFwdSm90(ForwardKernel):
         c = self.config
         if c.gathers:
             return super().source(kind, shapes, x)
-        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cut_keys(shapes, x, c.tile_n), c.tile_n, c.half)
+        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cut_keys(shapes, x, c.tile_n), c.tile_n, c.columns_k)
         here = (x.k,) if c.sources == ("span",) else ()  # some may be loaded without TMA
         return (*tma, *here, SpanOperands(x.first, x.second, x.s_kv))
 
@@ -94,7 +98,7 @@ class MlaFwdSm90(ForwardKernel):
     def kernel(
         self,
         rows_of_q: tuple,
-        output: tuple,
+        output: Any,
         sources: tuple,
         results: RowResults,
         scaling: Float32 | Turn,
@@ -206,14 +210,14 @@ class MlaFwdSm90(ForwardKernel):
         bar: Barriers,
         smem: Shared,
         operands: tuple,
-        output: tuple,
+        output: Any,
         results: RowResults,
         scaling: Float32 | Turn,
         n: Extents,
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
-        w = Consumer.of(c, self.dtype, side, bar, smem, output[0], scaling)
+        w = Consumer.of(c, self.dtype, side, bar, smem, output, scaling)
         fills = (Int32(0), Int32(0))
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
@@ -228,7 +232,10 @@ class MlaFwdSm90(ForwardKernel):
             if n.splits > 1:
                 wait_for(bar.all_read, wave)
             if n.splits == 1:
-                self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB), rows)
+                if cutlass.const_expr(c.moves_o):
+                    store_output(w.out, w.softmax.factor, output, *rows[:2], side * c.half, w.thread, c.d_v)
+                else:
+                    self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB), rows)
             else:
                 self.store_part(side, w, rows)
             fills = work.fills_after()
@@ -261,7 +268,8 @@ class MlaFwdSm90(ForwardKernel):
             seen[0].prefetch(side)
         else:
             seen = tuple(source.of_rows(rows.boxed) for source in work.sources)
-        w.stores.await_reads()
+        if w.stores is not None:
+            w.stores.await_reads()
         return replace(work, rows=seen)
 
     @cute.jit
@@ -367,7 +375,7 @@ class MlaFwdSm90(ForwardKernel):
             turn_back(last, w.turn, *rows[:2], w.thread)
             store_part(last, w.softmax, *place, c.d - SLAB, w.thread, c.d)
             whole = before
-        store_part(whole, w.softmax, *place, column0, w.thread, c.d)
+        store_part(whole, w.softmax, *place, column0, w.thread, c.d_v)
 
     @cute.jit
     def issue_scores(
@@ -384,8 +392,7 @@ class MlaFwdSm90(ForwardKernel):
         w.bar.k(side, half).at(work.fill(side, pair)).wait_full()
         if cutlass.const_expr(c.gathers or (c.extra_keys > 0 and side == RIGHT)):
             cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-        blocks = c.half // 16
-        multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
+        multiply(w.qk, w.scores, w.a, w.b_own, fresh, c.blocks(side, half))
 
     @cute.jit
     def await_scores(self, w: Consumer, last: cutlass.Boolean):
@@ -494,6 +501,8 @@ class MlaFwdSm90(ForwardKernel):
 
     @cute.jit
     def share_p(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean):
+        if cutlass.const_expr(self.config.rope > 0):  # the whole warpgroup has read the place as keys
+            cute.arch.barrier(barrier_id=WARPGROUP_MET + side, number_of_threads=WARPGROUP)
         store_rows(w.qk, w.scores, w.p, w.smem.p[side], w.thread)
         if last:
             self.share_sum(w, side)
@@ -515,5 +524,6 @@ def compile(variant: Forward, out_dir: Path) -> Compiled:
     few = variant.max_heads < ANY
     packed = variant.sources[0] in PACKED
     choice = {"cluster": 1 if few else CLUSTER} if packed else {"extra_keys": EXTRA_KEYS if few else 0}
-    config = Config(variant.d, variant.dtype, variant.sources, turns=variant.turns, **choice)
+    choice |= {"turns": variant.turns, "rope": variant.d - variant.d_v}
+    config = Config(variant.d, variant.dtype, variant.sources, **choice)
     return MlaFwdSm90(config).compile(variant, out_dir, cluster=config.cluster, unit=config.unit)

@@ -69,8 +69,8 @@ class KeyTiles:
                     for source, (atom, keys, *_) in zip(work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
                             key, count = source.first_key(t - first), source.unseen_from(t - first)
-                            gK = first_keys(tile, keys, key, cutlass.min(count, c.tile_n), c.tile_n, c.half)
-                            self.load_span(atom, gK, sK[which], half, state.full, work.again)
+                            gK = first_keys(tile, keys, key, cutlass.min(count, c.tile_n), c.tile_n, c.columns_k)
+                            self.load_span(atom, gK, sK[which], (which, half), state.full, work.again)
                         first = first + source.tiles
 
     @cute.jit
@@ -91,7 +91,7 @@ class KeyTiles:
                     state = bar.k(which, half).at(work.fill(which, pair))
                     state.wait_empty()
                     source = with_keys(work.sources, t)
-                    source.gather(sK[which], wanted[None, which], thread, self.slabs(half), WARPGROUP)
+                    source.gather(sK[which], wanted[None, which], thread, c.slabs(which, half), WARPGROUP)
                     state.copy_full()
             for which in cutlass.range_constexpr(2):
                 self.prefetch_indices(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
@@ -104,28 +104,24 @@ class KeyTiles:
         """Marks those that are absent."""
         on_source(sources, t, Selection.mark_absent, wanted, thread, WARPGROUP)
 
-    def slabs(self, half: int) -> range:
-        """Slabs of a half of the columns."""
-        slabs = self.config.half // SLAB
-        return range(half * slabs, (half + 1) * slabs)
-
     @cute.jit
     def load_span(
         self,
         atom: cute.CopyAtom,
         gmem: cute.Tensor,
         sK: cute.Tensor,
-        half: cutlass.Constexpr,
+        part: cutlass.Constexpr,
         full: cute.Pointer,
         again: cutlass.Boolean,
     ):
-        """Loads the tile_n keys of gmem. `again`: SMEM has them already."""
+        """Loads the tile_n keys of gmem, a part of their columns: (EVEN or ODD, half). `again`: SMEM has them already."""
         c = self.config
-        gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.half), (0, None)))
+        gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.columns_k), (0, None)))
         if not_(again):
             with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
-            cute.copy(atom, gK[None, 0, half], sK[None, half], tma_bar_ptr=full)
+                cute.arch.mbarrier_expect_tx(full, c.filled_bytes(*part))
+            for column in c.slabs(*part) if c.rope else part[1:]:
+                cute.copy(atom, gK[None, 0, column], sK[None, column], tma_bar_ptr=full)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
 
@@ -149,6 +145,6 @@ class KeyTiles:
                         present = Int32(row < seen)
                         source = first + ((begin + row) * present * step + chunk * CHUNK)
                         target = sK.iterator.toint() + row * SLAB * 2 + (chunk ^ row % chunks) * CHUNK * 2
-                        for slab in self.slabs(half):
+                        for slab in c.slabs(which, half):
                             copy_or_zero(target + slab * rows * SLAB * 2, (source + slab * SLAB).toint(), 16 * present)
                     state.copy_full()

@@ -21,7 +21,7 @@ from kernels.lib.ptx import thread_id_again
 from kernels.lib.selections import with_keys
 from kernels.lib.splits import on_source, total_tiles
 
-from .key_tiles import KeyTiles, Work
+from .key_tiles import Work
 from .smem import EVEN, ODD, REFILL_ORDER, RIGHT, Barriers
 
 
@@ -87,19 +87,17 @@ class PackedTiles:
     def is_there(self, which: int, pair: Int32) -> cutlass.Boolean:
         return 2 * pair + which < total_tiles(self.work.sources)
 
-    def slabs(self, half: int) -> range:
-        return KeyTiles(self.config).slabs(half)
-
     def await_place(self, which: int, half: int, pair: Int32) -> None:
         self.bar.k(which, half).at(self.work.fill(which, pair)).wait_empty()
 
     def held(self) -> Held:
         """Registers for this thread's part of a half."""
         keys = cute.size(self.wanted, mode=[0])
-        return Held.of(self.formats, [self.slabs(half) for _, half in REFILL_ORDER], keys)
+        return Held.of(self.formats, [self.config.slabs(*place) for place in REFILL_ORDER], keys)
 
     def fetch(self, held: Held, which: int, half: int, pair: Int32) -> None:
-        self.on_format(which, pair, PackedSelection.fetch, held, self.places[which], self.slabs(half), self.thread_here)
+        slabs = self.config.slabs(which, half)
+        self.on_format(which, pair, PackedSelection.fetch, held, self.places[which], slabs, self.thread_here)
 
     @cute.jit
     def unpack(
@@ -117,11 +115,12 @@ class PackedTiles:
             part = Part.of(
                 self.tiles[which], self.config.lanes_a_key, self.thread_here, self.threads, full, self.bar.peer
             )
-            self.on_format(which, pair, PackedSelection.unpack, held, self.slabs(half), part, self.places[which], then)
-            self.arrive_full(full)
+            slabs = self.config.slabs(which, half)
+            self.on_format(which, pair, PackedSelection.unpack, held, slabs, part, self.places[which], then)
+            self.arrive_full(full, self.config.filled_bytes(which, half))
 
-    def arrive_full(self, full: cute.Pointer) -> None:
-        """This thread's part of a half is there."""
+    def arrive_full(self, full: cute.Pointer, size: int) -> None:
+        """This thread's part of a half, which has so many bytes, is there."""
         cute.arch.mbarrier_arrive(full)
 
     def prepare(self, which: int, pair: Int32) -> None:

@@ -32,9 +32,9 @@ class PairedTiles(PackedTiles):
     def mine(self) -> tuple[int, ...]:
         return (self.which,)
 
-    def arrive_full(self, full: cute.Pointer) -> None:
+    def arrive_full(self, full: cute.Pointer, size: int) -> None:
         """Expects the peer's bytes too: each thread sends as much as one of the peer's sends here."""
-        cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.half_tile_bytes // self.threads)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size // self.threads)
 
     @cute.jit
     def load(self):
@@ -46,7 +46,7 @@ class PairedTiles(PackedTiles):
         self.prefetch_indices(1)
         for pair in cutlass.range(self.work.evens, unroll=1):
             if cutlass.const_expr(len(self.formats) == 1):
-                self.unpack(held, *first, pair, then=self.slabs(second[1]))
+                self.unpack(held, *first, pair, then=self.config.slabs(*second))
             else:  # each format has code of its own, and registers do not suffice for that
                 self.unpack(held, *first, pair)
                 self.fetch(held, *second, pair)

@@ -140,8 +140,7 @@ class MlaScoresSm90(MlaFwdSm90):
                 for half in (side, 1 - side):
                     bar.k(side, half).at(work.fill(side, pair)).wait_full()
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-                    blocks = c.half // 16
-                    multiply(qk, scores, a, b, half == side, range(half * blocks, (half + 1) * blocks))
+                    multiply(qk, scores, a, b, half == side, c.blocks(side, half))
                 if rows_before == cutlass.min(side, n.tiles_inner - 1):  # under the products; row tiles share the work
                     place = Int64(query_of(tile)) * left.tiles + begin + t
                     copy_keys(smem.k[side], gathered, place, thread, c.d)

@@ -76,8 +76,8 @@ class Shared:
 
     q: cute.Tensor  # (64, d)
     k: tuple[cute.Tensor, ...]  # (keys, d), by tile of the pair
-    p: tuple[cute.Tensor, ...]  # (64, keys), by tile of the pair: the probabilities
-    o: tuple[tuple[cute.Tensor, ...], ...]  # (64, SLAB), by warpgroup: O on its way out, in the end where p is
+    p: tuple[cute.Tensor, ...]  # (64, keys), by tile of the pair: the probabilities; if RoPE is apart, in its slab of k
+    o: tuple[tuple[cute.Tensor, ...], ...]  # (64, SLAB), by warpgroup: O on its way out, in the end where p is, if any
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over; then what the other's sum ends with
     squares: cute.Tensor | None  # (64, warpgroup): the sum of each half of a row of q, where q is turned
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
@@ -91,9 +91,12 @@ class Shared:
 
         q = tile(slab_layout(dtype, c.tile_m, c.d))
         k = tuple(tile(slab_layout(dtype, keys, c.d)) for keys in c.tile_keys)
-        p = tuple(tile(operand_layout(dtype, c.tile_m, keys)) for keys in c.tile_keys)
         slab = slab_layout(dtype, c.tile_m, SLAB)
-        o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(x, slab)) for x in p)
+        if c.moves_o:
+            p, o = tuple(cute.local_tile(x, (c.tile_n, SLAB), (0, c.d_v // SLAB)) for x in k), ((), ())
+        else:
+            p = tuple(tile(operand_layout(dtype, c.tile_m, keys)) for keys in c.tile_keys)
+            o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(x, slab)) for x in p)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         rows = cute.make_layout((c.tile_m, 2))
         squares = smem.allocate_tensor(Float32, rows, 16) if c.turns else None
