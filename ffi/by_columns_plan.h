@@ -36,7 +36,7 @@ inline std::string PlanRowScores(AttentionShape shape, int64_t room, const Tiles
   }
   plan->grid = n.grid;
   SetTiling(shape.rows, n, &x);
-  x.q = Rows(shape.rows, n, at.q);
+  x.q = Rows(shape.rows, n, shape.rows.d, at.q);
   x.scores = at.scores;
   x.tops = at.tops;
   x.counts = at.counts;

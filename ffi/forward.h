@@ -22,10 +22,11 @@ struct Forward {
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     *shape = AttentionShapeOf(call, n, std::max<int64_t>(n.splits, 1));
+    shape->rows.d_v = call.o.dimensions[3];
     if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
     Expectations expect;
     const int64_t split = std::min(std::max<int64_t>(n.b_split, 1), n.b);
-    expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, call.o.dimensions[3]});
+    expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, shape->rows.d_v});
     return expect.error();
   }
 
@@ -67,9 +68,7 @@ struct Forward {
     }
     ffi::Error error = Launch(forward, stream, plan, /*overlaps=*/first > 0 && tiles.gathers);
     if (error.failure() || shape.rows.splits == 1) return error;
-    RowShape of_o = shape.rows;
-    of_o.d = call.o.dimensions[3];
-    auto merge = PlanCombine(of_o, combine->threads, combine->tile_n, stream.device.processors, at);
+    auto merge = PlanCombine(shape.rows, combine->threads, combine->tile_n, stream.device.processors, at);
     return Launch(combine, stream, merge, /*overlaps=*/true);
   }
 };

@@ -21,8 +21,8 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, float e
   }
   plan->grid = n.grid;
   SetTiling(shape.rows, n, &x);
-  x.q = Rows(shape.rows, n, at.q);
-  x.o = Rows(shape.rows, n, at.o);
+  x.q = Rows(shape.rows, n, shape.rows.d, at.q);
+  x.o = Rows(shape.rows, n, shape.rows.d_v, at.o);
   x.sink = at.sink;
   x.lse = shape.rows.splits > 1 ? at.lse_parts : at.lse;
   x.o_parts = at.o_parts;
@@ -39,7 +39,7 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, float e
 inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads, int32_t columns, int32_t processors,
                                           const ForwardAddresses& at) {
   const int64_t rows = shape.b * shape.s_q * shape.h_q;
-  const int64_t ctas = CeilDiv(rows * (shape.d / columns), threads);
+  const int64_t ctas = CeilDiv(rows * (shape.d_v / columns), threads);
   const bool spreads = 2 * processors < ctas && ctas <= 4 * processors;
   return {.grid = U32(ctas),
           .arguments = {.o_parts = at.o_parts,
@@ -49,7 +49,7 @@ inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads
                         .lse = at.lse,
                         .rows = I32(rows),
                         .h_q = I32(shape.h_q),
-                        .d = I32(shape.d),
+                        .d = I32(shape.d_v),
                         .splits = I32(shape.splits)},
           .least_smem_bytes = spreads ? kSpreadSmemBytes : 0};
 }

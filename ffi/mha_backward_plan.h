@@ -44,7 +44,7 @@ inline std::string PlanMhaBackward(const RowShape& shape, int64_t s_kv, float sc
   const int64_t work = of_pair * shape.b * shape.h_kv;
   plan->grid = U32(of_keys ? work : std::min<int64_t>(work, tiles.processors));
   SetTiling(shape, n, &x);
-  x.q = Rows(shape, n, at.q), x.dout = Rows(shape, n, at.dout);
+  x.q = Rows(shape, n, shape.d, at.q), x.dout = Rows(shape, n, shape.d, at.dout);
   x.k = Keys(shape, s_kv, tiles.tile_n, at.sources[0].k);
   x.v = Keys(shape, s_kv, tiles.tile_n, at.sources[0].v);
   x.lse = at.lse, x.sink_factor = at.sink_factor, x.delta = at.delta;

@@ -215,6 +215,7 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
                                 .h_q = n.h_q,
                                 .h_kv = n.h_kv < 0 ? 1 : n.h_kv,
                                 .d = n.d,
+                                .d_v = n.d,
                                 .splits = splits,
                                 .type = MapType(call.q.dtype)},
                        .source_count = call.target->source_count,

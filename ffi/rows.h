@@ -11,9 +11,10 @@
 
 namespace dsv4_fmha {
 
-// q [b, s_q, h_q, d] of a TensorMapDataType.  The keys of a tile of rows are split into `splits` parts.
+// q [b, s_q, h_q, d] of a TensorMapDataType, and o [b, s_q, h_q, d_v].  The keys of a tile of rows are split into `splits`
+// parts.
 struct RowShape {
-  int64_t b, s_q, h_q, h_kv, d, splits, type;
+  int64_t b, s_q, h_q, h_kv, d, d_v, splits, type;
 };
 
 // What the variant and the device add to these.
@@ -45,7 +46,7 @@ struct SourceShape {
   int64_t topk;  // entries of a selection
 };
 
-// What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q.
+// What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q. Their first d_v numbers are values.
 struct AttentionShape {
   RowShape rows;
   int64_t source_count;
@@ -84,7 +85,7 @@ inline std::string BadScale(float scale) {
 // Returns why it cannot cut the rows: empty on success.
 inline std::string CutRows(const RowShape& shape, const Tiles& tiles, Tiling* tiling) {
   static constexpr int64_t kWarpgroupRows = 64;  // rows of a WGMMA
-  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  const auto& [b, s_q, h_q, h_kv, d, d_v, splits, type] = shape;
   for (auto [name, extent] :
        {std::pair{"b", b}, {"s_q", s_q}, {"h_q", h_q}, {"h_kv", h_kv}, {"d", d}, {"splits", splits}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
@@ -145,15 +146,15 @@ void SetTiling(const RowShape& shape, const Tiling& n, FamilyArguments* x) {
   x->splits = I32(shape.splits);
 }
 
-// abi.rows: an array like q, [d, inner, outer, h_kv, b].
-inline TensorArgument Rows(const RowShape& shape, const Tiling& n, void* address) {
-  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
-  const int64_t element = ElementBytes(type), head = d * element;
+// abi.rows: an array like q, [columns, inner, outer, h_kv, b].
+inline TensorArgument Rows(const RowShape& shape, const Tiling& n, int64_t columns, void* address) {
+  const auto& [b, s_q, h_q, h_kv, d, d_v, splits, type] = shape;
+  const int64_t element = ElementBytes(type), head = columns * element;
   return {.map = {.rank = 5,
                   .type = U32(type),
                   .swizzle = kSwizzle128B,
                   .box = {U32(128 / element), U32(n.box_inner), U32(n.box_outer), 1, 1},
-                  .extents = {U64(d), U64(n.inner), U64(n.outer), U64(h_kv), U64(b)},
+                  .extents = {U64(columns), U64(n.inner), U64(n.outer), U64(h_kv), U64(b)},
                   .strides = {U64(head), U64(h_q * head), U64(h_q / h_kv * head), U64(s_q * h_q * head)}},
           .extents = {I32(n.inner), I32(n.outer), I32(h_kv), I32(b)},
           .address = address};
@@ -161,7 +162,7 @@ inline TensorArgument Rows(const RowShape& shape, const Tiling& n, void* address
 
 // abi.keys: an array like k, [d, s_kv, h_kv, b], of which a tile has tile_n keys.
 inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, void* address) {
-  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  const auto& [b, s_q, h_q, h_kv, d, d_v, splits, type] = shape;
   const int64_t element = ElementBytes(type), head = d * element;
   return {.map = {.rank = 4,
                   .type = U32(type),
@@ -176,7 +177,7 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
 // The same array as tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
 // t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
 inline TensorArgument CutKeys(const RowShape& shape, int64_t s_kv, int64_t tile_n, void* address) {
-  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  const auto& [b, s_q, h_q, h_kv, d, d_v, splits, type] = shape;
   const int64_t element = ElementBytes(type), head = d * element, key = h_kv * head;
   return {.map = {.rank = 5,
                   .type = U32(type),

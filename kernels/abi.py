@@ -181,13 +181,13 @@ class Forward(Variant):
     @property
     def moves_o(self) -> bool:
         """True if threads store o."""
-        return self.moves_rows or not self.shared_kv or self.d_v < self.d
+        return self.moves_rows or not self.shared_kv or self.d_v < self.d and self.max_heads == ANY
 
     @property
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
         traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.mode.is_e4m3}
-        traits |= {"shared_tiles": self.shares_tiles, "first_values": self.d_v < self.d}
+        traits |= {"shared_tiles": self.shares_tiles, "moved": self.moves_o and self.shared_kv and not self.moves_rows}
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property

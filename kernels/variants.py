@@ -130,6 +130,10 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
+        Forward("mla_sparse_fwd", "sm_90a", MLA_FEW_HEADS, 576, "bfloat16", max_heads=heads, mode=FIRST_512)
+        for heads in (8, 16, 32)
+    ),
+    *(
         Forward("mla_span_fwd", "sm_90a", MLA_FEW_HEADS_SPANS, 512, "bfloat16", max_heads=heads, mode=FEW_HEADS)
         for heads in (8, 16, 32)
     ),

@@ -87,7 +87,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
-    shape, rng = Shape(d=variant.d, **given), np.random.default_rng(seed)
+    shape, rng = Shape(d=variant.d, d_v=variant.mode.d_v, **given), np.random.default_rng(seed)
     b, s_q, _, h_q, h_kv, d, *_ = shape
 
     def normal(std: float, *shape: int) -> Array:

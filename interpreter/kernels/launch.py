@@ -163,7 +163,7 @@ def combine(kernel: Kernel[Combine], forward: Launch, *, seed: int = 0) -> Launc
     given = {name: (b := left.named(name)).bytes[: b.size].view(np.float32) for name in parts_of(x)} | {"sink": x.sink}
     addresses = {name: memory.add(name, array) for name, array in given.items()} | add_outputs(memory, forward.outputs)
     threads, tile_n = kernel.facts["threads"], kernel.facts["tile_n"]
-    plan = native.plan_combine(x.shape._replace(d=x.d_v), threads=threads, tile_n=tile_n, addresses=addresses)
+    plan = native.plan_combine(x.shape, threads=threads, tile_n=tile_n, addresses=addresses)
     return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale, forward.outputs)
 
 

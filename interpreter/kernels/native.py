@@ -90,6 +90,7 @@ class Shape(NamedTuple):
     topk: int = 0
     splits: int = 1
     page: int = 64  # entries of packed keys
+    d_v: int = 0  # 0 for d
 
 
 # ---- C++ structs
@@ -516,6 +517,7 @@ def plan_key_codes(shape: dict[str, int], *, tile_m: int, addresses: dict[str, i
 
 def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
     extents = {name: getattr(shape, name) for name in ("b", "s_q", "h_q", "h_kv", "d", "splits")}
+    extents["d_v"] = shape.d_v or shape.d
     return filled("RowShape", type=of_type, **extents)
 
 

@@ -4,6 +4,7 @@ The entry takes plain arrays and numbers, the same for all kernels, and passes e
 Flattened, these are the parameters of the family in `kernels.abi`, in their order.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -97,6 +98,11 @@ class ForwardKernel(Kernel):
         self.launch_persistent(rows, output, sources, results, scaling, n=n, ctas=ctas, stream=stream)
 
     @property
+    def d_v(self) -> int:
+        """Numbers of a value, and of o, where K is V."""
+        return self.config.d
+
+    @property
     def moves_o(self) -> bool:
         """True if threads store o, and TMA does not."""
         return not self.config.shared_kv
@@ -109,7 +115,7 @@ class ForwardKernel(Kernel):
         """q and o as the kernel takes them."""
         c, output = self.config, o
         if not self.moves_o:
-            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
+            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), replace(shapes, d=self.d_v).rows(o), c.tile_m, SLAB))
         return tuple(tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.columns_q)), output
 
     def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:

@@ -14,12 +14,12 @@ CTAS_PER_SM = 2
 class Config:
     """Compile-time choices; every tile, count and size follows from them."""
 
-    d: int
+    d: int  # of q and keys
     dtype: str
     sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel takes them: "span" or "selection"
     tile_m: int  # heads
+    d_v: int  # numbers of a value, the first ones of a key
     tile_n: int = 64  # keys: the rows of one WGMMA
-    piece: int = 2 * SLAB  # columns of a key tile that are filled and freed together
     gathers: bool = True
     shared_kv: bool = True
     cluster: int = 1
@@ -45,6 +45,15 @@ class Config:
     @property
     def launch_options(self) -> dict[str, int]:
         return {"min_blocks_per_mp": CTAS_PER_SM, "preferred_smem_carveout": 100}  # otherwise the DSL asks the device
+
+    @property
+    def piece(self) -> int:
+        """Columns of a key tile that are filled and freed together."""
+        return 2 * SLAB if self.d % (2 * SLAB) == 0 else SLAB
+
+    @property
+    def pieces_of_values(self) -> int:
+        return self.d_v // self.piece
 
     @property
     def pieces(self) -> int:
@@ -83,7 +92,7 @@ class Config:
         """Slabs of O in SMEM at a time: P's place, and what fits beside the keys; the same number each
         time.
         """
-        slabs = self.d // SLAB
+        slabs = self.d_v // SLAB
         fit = 1 + (self.smem_limit - self.bytes_with_keys) // self.slab_bytes
         return max(n for n in range(1, slabs + 1) if n <= fit and slabs % n == 0)
 
@@ -96,9 +105,9 @@ class Config:
         return self.bytes_with_keys + (self.slabs_at_a_time - 1) * self.slab_bytes
 
     def __post_init__(self):
-        if self.d % self.piece or self.tile_n != SLAB:
-            raise ValueError(f"wanted d in pieces of {self.piece} and tiles of {SLAB} keys, got {self}")
-        if self.tile_m % 8 or self.d * self.tile_m > 512 * 32:
+        if self.d % self.piece or self.d_v % self.piece or self.tile_n != SLAB:
+            raise ValueError(f"wanted d and d_v in pieces of {self.piece} and tiles of {SLAB} keys, got {self}")
+        if self.tile_m % 8 or self.d_v * self.tile_m > 512 * 32:
             raise ValueError(f"wanted a multiple of 8 heads, of which O fits into a warpgroup's registers, got {self}")
         if self.stages < self.pieces:
             raise ValueError(f"{self.stages} pieces fit into SMEM, a tile of keys has {self.pieces}: {self}")

@@ -1,5 +1,7 @@
 """Attention for Hopper over a latent that is both K and V, for few heads whose keys differ from query to query.
 
+The head dimension is 512, or 576 where V is the first 512 of K.
+
 A tile of 64 rows would hold one query's heads, and be mostly empty. So the operands change sides (swap A/B): keys
 are the rows, heads the columns.
 
@@ -86,6 +88,10 @@ class Consumer:
 
 class MlaFewHeadsFwdSm90(ForwardKernel):
     symbol = "mla_few_heads_fwd_sm90"
+
+    @property
+    def d_v(self) -> int:
+        return self.config.d_v
 
     @cute.kernel
     def kernel(
@@ -243,7 +249,7 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
             values=tuple(operand_a(pv, transposed(slab)) for slab in slabs),
             p=operand_b(pv, smem.p[None, None, 0]),
             scores=accumulator(qk, c.tile_m),
-            out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d // SLAB)),
+            out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d_v // SLAB)),
             softmax=ColumnSoftmax.of(scale_log2, thread, CONSUMERS_MET, smem.found),
         )
 
@@ -259,6 +265,8 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
         places = (present_at(row_of(w.thread, r), WARPGROUP) for r in range(ROWS))
         seen = [w.smem.seen[warp, k % c.key_tiles] >> bit & 1 != 0 for warp, bit in places]  # under the products
         warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(c.pieces_of_values, c.pieces):  # nothing reads them again
+            w.bar.k.at(k * c.pieces + i).arrive_empty()
         return seen
 
     @cute.jit
@@ -296,7 +304,7 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
         """O' += V' P', piece by piece of d; each piece is handed back while the next is read."""
         c = self.config
         slabs = c.piece // SLAB
-        for i in cutlass.range_constexpr(c.pieces):
+        for i in cutlass.range_constexpr(c.pieces_of_values):
             state = w.bar.k.at(k * c.pieces + i)
             for j in cutlass.range_constexpr(slabs):
                 multiply(w.pv, w.out[i * slabs + j], w.values[j][None, None, None, state.index], w.p, fresh)
@@ -304,7 +312,7 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
                 warpgroup.wait_group(slabs)
                 w.bar.k.at(k * c.pieces + i - 1).arrive_empty()
         warpgroup.wait_group(0)
-        w.bar.k.at((k + 1) * c.pieces - 1).arrive_empty()
+        w.bar.k.at(k * c.pieces + c.pieces_of_values - 1).arrive_empty()
 
     @cute.jit
     def store(self, w: Consumer, tile: RowTile, output: tuple):
@@ -312,7 +320,7 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
         c = self.config
         tma_o, mO = output
         gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB), w.smem.p)
-        for first in cutlass.range_constexpr(0, c.d // SLAB, c.slabs_at_a_time):
+        for first in cutlass.range_constexpr(0, c.d_v // SLAB, c.slabs_at_a_time):
             if cutlass.const_expr(first > 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
@@ -332,7 +340,7 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
         c = self.config
         for i in cutlass.range_constexpr(c.tile_m // 4):
             column = column_of(w.thread, i)
-            row = results.o_parts + tile.row_index(tile.outer0, tile.inner0 + column) * c.d
+            row = results.o_parts + tile.row_index(tile.outer0, tile.inner0 + column) * c.d_v
             if exists(tile, column):
                 for slab, acc in enumerate(w.out):
                     for r in cutlass.range_constexpr(ROWS):
@@ -342,5 +350,5 @@ class MlaFewHeadsFwdSm90(ForwardKernel):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
+    config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads, variant.d_v)
     return MlaFewHeadsFwdSm90(config).compile(variant, out_dir, ctas=CTAS_PER_SM)

@@ -9,4 +9,4 @@ from ....sass import Products
 
 def products(variant: Forward, facts: Mapping[str, Any]) -> Products:
     """Keys are rows: K Q', and V' P' by 64 rows of V'."""
-    return {"HGMMA": variant.d // 16 + variant.d // 64 * facts["tile_n"] // 16}
+    return {"HGMMA": variant.d // 16 + variant.d_v // 64 * facts["tile_n"] // 16}
