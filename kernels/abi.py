@@ -180,8 +180,8 @@ class Forward(Variant):
 
     @property
     def moves_o(self) -> bool:
-        """True if threads store o."""
-        return self.moves_rows or not self.shared_kv or self.d_v < self.d and self.max_heads == ANY
+        """True if threads store o; where keys go on after values, SMEM has room for that of few heads alone."""
+        return self.moves_rows or not self.shared_kv or (self.d_v < self.d and self.max_heads >= 64)
 
     @property
     def layout(self) -> str:
@@ -220,12 +220,15 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
 
-PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
+PACKED_SOURCES = {  # by the choice `packing` of ops: selections of keys that are packed as in `PACKED`
     "v4_fp8": ("v4_fp8", "v4_fp8"),
     "v4_fp4": ("v4_fp8", "v4_fp4"),
     "v41_fp8": ("v41_fp8", "v41_fp8"),
     "v41_fp4": ("v41_fp8", "v41_fp4"),
+    "v32_fp8": ("v32_fp8",),
 }
+PACKINGS_OF_V4 = tuple(packing for packing, sources in PACKED_SOURCES.items() if len(sources) == 2)
+"""of `dsv4_decode`: of its window's entries and the others"""
 
 LEFT_BY_SCORES = (*each("address", "scores", "tops", "counts"), *each("int32", "tiles"))
 

@@ -22,13 +22,15 @@ class Packing:
         return self.values + self.scales + self.after
 
 
-PACKED = {  # entries of 512 numbers, which attention reads
+PACKED = {  # entries of 512 numbers, or of 512 and RoPE's after them, which attention reads
     # e4m3 with scales of ue8m0, RoPE's in bf16
     "v4_fp8": Packing(512 + ROPE, 8, group=64, separate_scales=True, multiple=512 + ROPE),
     # e2m1 with scales of ue8m0, then RoPE's in bf16
     "v4_fp4": Packing((512 - ROPE) // 2, 16, group=32, separate_scales=False, after=2 * ROPE),
     "v41_fp8": Packing(512, 16, group=32, separate_scales=False),  # e4m3 with scales of ue8m0
     "v41_fp4": Packing(256, 32, group=16, separate_scales=False),  # e2m1 with scales of e4m3
+    # e4m3 with scales of float32, then RoPE's in bf16: 576 numbers
+    "v32_fp8": Packing(512, 16, group=128, separate_scales=False, after=2 * ROPE),
 }
 
 CACHED = PACKED | {  # and those of 128, which the indexer reads

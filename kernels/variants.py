@@ -13,7 +13,7 @@ from .abi import (
     FIRST_512,
     FP8,
     MHA_BACKWARD_OPS,
-    PACKED_SOURCES,
+    PACKINGS_OF_V4,
     ROTARY,
     Combine,
     FewRowsProduct,
@@ -115,7 +115,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         KeyCodes("key_codes", "sm_90a", f"{PLAIN}.key_codes.kernel", "bfloat16", packing, rope)
         for rope in (False, True)
-        for packing in ("", *PACKED)
+        for packing in ("", *(x for x in PACKED if x != "v32_fp8"))
     ),
     # one CTA where a pair would share the keys of one query's heads, and half of it had no rows
     *(
@@ -130,6 +130,10 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
+        Forward("mla_sparse_fwd", "sm_90a", MLA, 576, "bfloat16", "v32_fp8", heads, mode=FIRST_512)
+        for heads in (64, ANY)
+    ),
+    *(
         Forward("mla_sparse_fwd", "sm_90a", MLA_FEW_HEADS, 576, "bfloat16", max_heads=heads, mode=FIRST_512)
         for heads in (8, 16, 32)
     ),
@@ -140,7 +144,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         Forward("dsv4_decode", arch, module, 512, "bfloat16", packing, heads)
         for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
-        for packing in PACKED_SOURCES
+        for packing in PACKINGS_OF_V4
         for heads in (64, ANY)
         if (arch, packing, heads) != ("sm_100f", "v4_fp4", 64)  # where more heads have no other kernel
     ),
@@ -151,7 +155,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         RowScores("dsv4_decode", "sm_90a", MLA_SCORES, 512, "bfloat16", packing, mode=BY_COLUMNS)
-        for packing in PACKED_SOURCES
+        for packing in PACKINGS_OF_V4
     ),
     RowColumns("row_columns", "sm_90a", MLA_COLUMNS, 512, "bfloat16"),
     *(

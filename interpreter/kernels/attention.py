@@ -210,8 +210,8 @@ def packed(
     else:
         whole = pool.reshape(pages, page, packing.entry)
         entries, scales, after = np.split(whole, [packing.values, packing.values + packing.scales], axis=-1)
-    groups = {"v4_fp8": 7, "v4_fp4": 14, "v41_fp8": 16, "v41_fp4": 32}[kind]
-    unpacked = 64 * kind.startswith("v4_")
+    groups = {"v4_fp8": 7, "v4_fp4": 14, "v41_fp8": 16, "v41_fp4": 32, "v32_fp8": 4}[kind]
+    unpacked = 64 * (kind.startswith("v4_") or kind == "v32_fp8")
     data = packing.values + packing.after - 2 * unpacked
     if kind.endswith("fp4"):
         codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 256).astype(np.uint8)
@@ -230,6 +230,9 @@ def packed(
         numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, groups, -1)
         exponents = rng.integers(115, 119, (b, s_kv, groups)).astype(np.uint8)
         sizes = np.exp2(exponents.astype(np.float32) - 127)
+        if kind == "v32_fp8":  # scales of any size
+            sizes *= rng.uniform(1, 2, sizes.shape).astype(np.float32)
+            exponents = sizes.view(np.uint8)
     rope = (0.125 * rng.standard_normal((b, s_kv, unpacked))).astype(bf16)
     numbers = (numbers * sizes[..., None]).reshape(b, s_kv, -1).astype(bf16)
     k = np.concatenate([numbers, rope], axis=-1)
@@ -239,13 +242,13 @@ def packed(
     at = np.divmod(place[seen], page)
     numbers = np.concatenate([codes[seen], rope[seen].view(np.uint8)], -1)
     entries[*at], after[*at] = numbers[:, : packing.values], numbers[:, packing.values :]
-    scales[*at, :groups] = exponents[seen]
+    scales[*at, : exponents.shape[-1]] = exponents[seen]
     there = (indices >= 0) & (indices < s_kv)
     of_query = np.broadcast_to(place[:, None], (*indices.shape[:2], s_kv))
     places = np.take_along_axis(of_query, np.where(there, indices, 0), axis=-1)
     absent = np.where(indices == s_kv, pages * page, indices)
     k = k[:, :, None]
-    return Keys(k, k, np.where(there, places, absent).astype(np.int32), length, counts, pool)
+    return Keys(k, values_of(k, 512), np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
 def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, Array]:

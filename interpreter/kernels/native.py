@@ -30,7 +30,8 @@ T = TypeVar("T", bound=Variant)
 def function(variant: Forward) -> Any:
     """The raw call that runs a variant, of q and the other operands."""
     how: dict[str, Any] = {"eps": EPS} if variant.turns else {}
-    how |= {"packing": variant.packing} if variant.op == "dsv4_decode" else {}
+    takes_packed = variant.op == "dsv4_decode" or (variant.op == "mla_sparse_fwd" and variant.mode.d_v)
+    how |= {"packing": variant.packing} if takes_packed else {}
     how |= {"order": attention.ORDER} if variant.mode == FEW_HEADS else {}
     return functools.partial(attention.attention, variant.op, raw_mode(variant), **how)
 

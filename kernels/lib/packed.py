@@ -1,7 +1,7 @@
 """Selected keys that are kept packed, in pages of a pool: fetched into registers, and unpacked into a key tile.
 
 How an entry is packed is a `Format`; `kernels.packings` says where its bytes are. Numbers of 8 bits are e4m3, numbers
-of 4 are e2m1. Numbers that share a scale are a group. A scale is a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; or
+of 4 are e2m1. Numbers that share a scale are a group. A scale is float32, or a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; or
 e4m3. Scales of e2m1 are at most 2^121.
 
 Four or eight lanes have a key. A lane has a part of each slab, sixteen or eight numbers, which become 16-byte chunks of
@@ -20,6 +20,7 @@ from kernels.packings import PACKED, Packing
 
 from .cluster import Peer
 from .ptx import (
+    e4m3_times_float32,
     e4m3_to_bf16,
     fma_bf16x2,
     load_words_unless,
@@ -33,7 +34,6 @@ from .rows import RowTile, ceil_div
 from .selections import CHUNK, Selection
 from .wgmma import SLAB
 
-D = 512
 WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
 LINE = 128  # bytes, of L2
 ABSENT = 0xFFFFFFFF  # units that no pool has
@@ -73,8 +73,8 @@ class Format:
 
     @property
     def scales_a_slab(self) -> int:
-        """Bytes."""
-        return SLAB // self.group
+        """Bytes; of float32 on average, where slabs share one."""
+        return SLAB * (4 if self.scales == "float32" else 1) // self.group
 
     def scale_words(self, slabs: range) -> int:
         """Words that hold the scales of so many slabs."""
@@ -123,6 +123,7 @@ FORMATS = {
     "v4_fp4": Format(PACKED["v4_fp4"], bits=4, slabs=7),
     "v41_fp8": Format(PACKED["v41_fp8"], bits=8, slabs=8),
     "v41_fp4": Format(PACKED["v41_fp4"], bits=4, slabs=8, scales="e4m3"),
+    "v32_fp8": Format(PACKED["v32_fp8"], bits=8, slabs=8, scales="float32"),
 }
 
 
@@ -334,6 +335,8 @@ class Part:
 def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> tuple[Uint32, ...]:
     """Returns a scale as `unpacked` takes it, for a part of the slab-th of those slabs that these words are for."""
     word, byte = divmod(slab * form.scales_a_slab, WORD)
+    if form.scales == "float32":
+        return (scales[word],)
     mine = Uint32(part * form.scales_a_slab // form.lanes) if form.scales_a_slab > 1 else Uint32(0)
     if form.scales == "ue8m0":
         scale = scale_of_ue8m0(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010))
@@ -349,7 +352,8 @@ def half_and_middle(scale: Uint32) -> tuple[Uint32, Uint32]:
 
 def unpacked(form: Format, words: tuple[Uint32, ...], scale: tuple[Uint32, ...]) -> list[tuple[Uint32, ...]]:
     """Chunks of a row."""
-    to_bf16 = e4m3_to_bf16 if form.bits == 8 else e2m1_to_bf16
+    of_8_bits = e4m3_times_float32 if form.scales == "float32" else e4m3_to_bf16
+    to_bf16 = of_8_bits if form.bits == 8 else e2m1_to_bf16
     pairs = [pair for word in words for pair in to_bf16(word, *scale)]
     return [tuple(pairs[i : i + CHUNK // 2]) for i in range(0, len(pairs), CHUNK // 2)]
 

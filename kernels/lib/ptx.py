@@ -257,20 +257,30 @@ def scale_of_e4m3(code: Uint32, middle: int) -> tuple[Uint32, Uint32]:
 def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     """Four e4m3 times a pair of equal scales, exactly except for what bf16 cannot hold: all that e4m3 has, f16 has, and
     bf16 too."""
+    return _four_e4m3(packed, Uint32(scale), "cvt.rn.bf16x2.f32 x, g, f;", "mul.rn.bf16x2 {result}, x, $3;")
+
+
+def e4m3_times_float32(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
+    """Four e4m3 times the float32 with these bits, rounded, as bf16."""
+    by = "mul.rn.f32 f, f, $3;\n        mul.rn.f32 g, g, $3;"
+    return _four_e4m3(packed, Uint32(scale), by, "cvt.rn.bf16x2.f32 {result}, g, f;")
+
+
+def _four_e4m3(packed: Uint32, scale: Uint32, *ends: str) -> tuple[Uint32, Uint32]:
+    """Two pairs, from the f32 f and g of each on."""
     one_pair = """
         cvt.rn.f16x2.e4m3x2 x, {packed};
         mov.b32 {{low, high}}, x;
         cvt.f32.f16 f, low;
         cvt.f32.f16 g, high;
-        cvt.rn.bf16x2.f32 x, g, f;
-        mul.rn.bf16x2 {result}, x, $3;"""
+        """ + "\n        ".join(ends)
     pairs = (one_pair.format(packed=pair, result=f"${i}") for i, pair in enumerate(("first", "second")))
     return ptx(
         "{ .reg .b16 first, second, low, high;\n .reg .b32 x;\n .reg .f32 f, g;\n mov.b32 {first, second}, $2;"
         + "".join(pairs)
         + "\n}",
         Uint32(packed),
-        Uint32(scale),
+        scale,
         gives=(Uint32,) * 2,
         early=True,
         pure=True,

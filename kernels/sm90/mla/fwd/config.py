@@ -46,7 +46,7 @@ class Config:
     def is_short(self) -> bool:
         """True if a producer has too few registers: for two layouts, whose entries both have numbers in bf16. It then
         loads those of the first one late, and finds places of its scales anew."""
-        return self.sources == ("v4_fp8", "v4_fp4")
+        return self.sources == ("v4_fp8", "v4_fp4") or (self.rope > 0 and self.cluster > 1)
 
     @property
     def tile_keys(self) -> tuple[int, int]:
@@ -158,8 +158,8 @@ class Config:
             raise ValueError(
                 f"d_v must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d_v}"
             )
-        if self.rope not in (0, SLAB) or (self.rope and (self.extra_keys or self.unpacks or self.turns)):
-            raise ValueError(f"rope must be 0, or {SLAB} where keys are plain and all tiles alike, got {self.rope}")
+        if self.rope not in (0, SLAB) or (self.rope and (self.extra_keys or self.turns)):
+            raise ValueError(f"rope must be 0, or {SLAB} where all tiles are alike and q is ready, got {self.rope}")
         at_launch = registers_at_launch(self.threads)
         wanted = self.producers * self.registers[0] + 2 * self.registers[1]
         if wanted > self.threads // WARPGROUP * at_launch:  # or the last to ask would wait for ever

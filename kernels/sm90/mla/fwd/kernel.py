@@ -233,7 +233,7 @@ class MlaFwdSm90(ForwardKernel):
                 wait_for(bar.all_read, wave)
             if n.splits == 1:
                 if cutlass.const_expr(c.moves_o):
-                    store_output(w.out, w.softmax.factor, output, *rows[:2], side * c.half, w.thread, c.d_v)
+                    self.store_directly(side, w, output, rows)
                 else:
                     self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB), rows)
             else:
@@ -359,6 +359,14 @@ class MlaFwdSm90(ForwardKernel):
             if cutlass.const_expr(c.turns and side == RIGHT and i == slabs - 1):
                 turn_back(slab, w.turn, *rows[:2], w.thread)
             w.stores.store(i, mma, slab, w.p, target[None, None, side * slabs + i])
+
+    def store_directly(self, side: int, w: Consumer, o: cute.Pointer, rows: Rows) -> None:
+        """Stores this side's half of O, normalised, out of registers; a slab at a time takes fewer of them."""
+        c, mma = self.config, tiled_mma(self.dtype, SLAB, K_MAJOR)
+        for i in range(c.half // SLAB):
+            first = w.out.iterator + i * cute.size(w.out) // (c.half // SLAB)
+            slab = cute.make_tensor(first, mma.partition_shape_C((c.tile_m, SLAB)))
+            store_output(slab, w.softmax.factor, o, *rows[:2], side * c.half + i * SLAB, w.thread, c.d_v)
 
     @cute.jit
     def store_part(self, side: cutlass.Constexpr, w: Consumer, rows: Rows):

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.ptx import thread_id_again
 
 from .key_tiles import Work
 from .packed_tiles import PackedTiles
@@ -31,6 +33,10 @@ class PairedTiles(PackedTiles):
     @property
     def mine(self) -> tuple[int, ...]:
         return (self.which,)
+
+    @property
+    def thread_here(self) -> Int32:
+        return of_pair(thread_id_again(), self.bar) if self.config.rope > 0 else self.thread
 
     def arrive_full(self, full: cute.Pointer, size: int) -> None:
         """Expects the peer's bytes too: each thread sends as much as one of the peer's sends here."""
@@ -56,10 +62,15 @@ class PairedTiles(PackedTiles):
             self.prefetch_indices(pair + 2)
 
 
+def of_pair(thread: Int32, bar: Barriers) -> Int32:
+    """The number of a thread among those of both CTAs that fill a tile."""
+    return thread % WARPGROUP + (1 - bar.peer.rank) * WARPGROUP
+
+
 @cute.jit
 def load_paired(config: cutlass.Constexpr, bar: Barriers, tiles: tuple, work: Work):
     """Fills the halves of all key tiles, in the order in which they come free."""
-    thread = cute.arch.thread_idx()[0] % WARPGROUP + (1 - bar.peer.rank) * WARPGROUP
+    thread = of_pair(cute.arch.thread_idx()[0], bar)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPGROUP // WARP:
         PairedTiles.of(config, bar, tiles, work, thread, which=EVEN).load()
     else:
