@@ -5,6 +5,7 @@ interpreter must find and name each.
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from interpreter import edits
@@ -30,6 +31,12 @@ from tests.symptoms import EARLY, early, late, unfenced, unordered
 SPAN = "mla_span_fwd_sm_90a_d512_bfloat16"
 LATENT = Subject(  # four tiles of 64 keys
     SPAN, {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000}, MLA_BARRIERS, MLA_REGIONS
+)
+FIRST_512 = Subject(  # P stands in the keys' last slab
+    "mla_span_fwd_v512_sm_90a_d576_bfloat16",
+    {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},
+    MLA_BARRIERS,
+    {"q": 72 * KIB, "k": 144 * KIB, "max": 512},
 )
 TURNED = Subject(  # two tiles of rows, two of keys
     "mla_span_fwd_turned_sm_90a_d512_bfloat16",
@@ -122,6 +129,11 @@ def named_barrier_count(text: str) -> str:
     return edits.replace(text, r"bar\.sync\s+1, 128;", "bar.sync 1, 256;")
 
 
+def without_rope(tensor: TensorMap) -> TensorMap:
+    """Keys end where values do, and zeros follow."""
+    return dataclasses.replace(tensor, extents=(512, *tensor.extents[1:]))
+
+
 def longer_tile(tensor: TensorMap) -> TensorMap:
     """A tile of keys that overlap others goes on after its end."""
     d, keys, *others = tensor.extents
@@ -163,6 +175,23 @@ FAULTS = [
         Race,
         unfenced("p", r"stmatrix"),
         without(r"fence\.proxy\.async"),
+    ),
+    PlantedFault(
+        "keys written over P that is still read",
+        FIRST_512,
+        Race,
+        late(r"cp\.async\.bulk", "k", r"wgmma"),
+        FIRST_512.without_wait("k_empty1"),
+    ),
+    PlantedFault(
+        "scores without RoPE's numbers",
+        FIRST_512,
+        Wrong,
+        r"lse is wrong",
+        parameters={"cut_k0.map": without_rope},
+        answers=lambda x, scale: attention.answer(
+            dataclasses.replace(x, q=np.where(np.arange(576) < 512, x.q, 0).astype(x.q.dtype)), scale
+        ),
     ),
     PlantedFault(
         "the norm of q without eps",
@@ -401,6 +430,6 @@ def test_is_found(fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("subject", [LATENT, TURNED, LONG_ODD, GATHERED, FEW_HEADS, E4M3], ids=str)
+@pytest.mark.parametrize("subject", [LATENT, FIRST_512, TURNED, LONG_ODD, GATHERED, FEW_HEADS, E4M3], ids=str)
 def test_nothing_is_found_without_a_fault(subject):
     subject.judge_as_it_is()

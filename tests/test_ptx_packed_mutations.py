@@ -8,7 +8,7 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, Fault, Race
 from tests import wrong_answers
-from tests.planted import MLA_BARRIERS, MLA_REGIONS, SEEDS, Subject, constants, keys_unfenced, run_with
+from tests.planted import KIB, MLA_BARRIERS, MLA_REGIONS, SEEDS, Subject, constants, keys_unfenced, run_with
 from tests.symptoms import EARLY, early, late, unfenced
 
 STEP = "dsv4_decode_sm_90a_d512_bfloat16_"
@@ -21,6 +21,12 @@ def subject(packing: str, **case: int) -> Subject:
 PACKED = subject("v4_fp8_h64", s_kv=70, s_kv1=300, topk=200)
 NIBBLES = subject("v41_fp4_h64", s_kv=9, s_kv1=90, topk=80)
 MXFP4 = subject("v4_fp4_h64", s_kv=9, s_kv1=90, topk=80)
+LATENT = Subject(
+    "mla_sparse_fwd_v512_sm_90a_d576_bfloat16_v32_fp8_h64",
+    {"b": 1, "s_q": 2, "h_q": 8, "s_kv": 300, "topk": 200},
+    MLA_BARRIERS,
+    {"q": 72 * KIB, "k": 144 * KIB, "max": 512},
+)
 PAIRED = subject("v4_fp8", h_q=66, s_kv=70, s_kv1=300, topk=200)  # two CTAs, each of which unpacks for both
 
 
@@ -28,6 +34,13 @@ def odd_handed_back_early(text: str) -> str:
     """Right does not wait for the products of its own tile before its half of that tile is given back."""
     arrival = rf"\s*mbarrier\.arrive\.shared\.b64[^;]*\+{PACKED.barrier(text, 'k_empty3')}\][^;]*;"
     return edits.replace(text, rf"wgmma\.wait_group\.sync\.aligned\s+0;({arrival})", lambda m: m[1])
+
+
+def scales_exchanged(text: str) -> str:
+    """The two scales of a half of a value are taken for one another."""
+    return edits.replace(
+        text, r"(v2\.b32 \{)(%r\d+), (%r\d+)(\}, \[%rd\d+\]; \})", lambda m: m[1] + m[3] + ", " + m[2] + m[4]
+    )
 
 
 def telling_nobody(text: str) -> str:
@@ -77,6 +90,20 @@ FAULTS = [
         r"lse is wrong",
         lambda text: edits.replace(text, r"mul\.lo\.s32\s+(%r\d+), %r\d+, 4112;", lambda m: f"mov.b32 {m[1]}, 0;"),
         answers=wrong_answers.a_scale_for_two_groups,
+    ),
+    PlantedFault(
+        "the scale of the next group",
+        LATENT,
+        Wrong,
+        r"lse is wrong",
+        scales_exchanged,
+    ),
+    PlantedFault(
+        "keys unpacked over P that is still read",
+        LATENT,
+        Race,
+        r"st\.shared[^\n]*\n\s+overwrites SMEM of k\b[^\n]*nothing orders this and the (read|write) by",
+        LATENT.without_wait("k_empty1"),
     ),
     PlantedFault(
         "no proxy fence after the unpacking",
@@ -150,6 +177,6 @@ def test_is_found(fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("subject", [PACKED, NIBBLES, MXFP4, PAIRED], ids=str)
+@pytest.mark.parametrize("subject", [PACKED, NIBBLES, MXFP4, LATENT, PAIRED], ids=str)
 def test_nothing_is_found_without_a_fault(subject):
     subject.judge_as_it_is()

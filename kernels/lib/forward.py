@@ -115,7 +115,9 @@ class ForwardKernel(Kernel):
         """q and o as the kernel takes them."""
         c, output = self.config, o
         if not self.moves_o:
-            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), replace(shapes, d=self.d_v).rows(o), c.tile_m, SLAB))
+            output = tuple(
+                tma_atom(cpasync.CopyBulkTensorTileS2GOp(), replace(shapes, d=self.d_v).rows(o), c.tile_m, SLAB)
+            )
         return tuple(tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.columns_q)), output
 
     def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:

@@ -1,8 +1,8 @@
 """Selected keys that are kept packed, in pages of a pool: fetched into registers, and unpacked into a key tile.
 
 How an entry is packed is a `Format`; `kernels.packings` says where its bytes are. Numbers of 8 bits are e4m3, numbers
-of 4 are e2m1. Numbers that share a scale are a group. A scale is float32, or a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; or
-e4m3. Scales of e2m1 are at most 2^121.
+of 4 are e2m1. Numbers that share a scale are a group. A scale is float32, or a byte: ue8m0,
+2^(byte - 127), of which 255 is NaN; or e4m3. Scales of e2m1 are at most 2^121.
 
 Four or eight lanes have a key. A lane has a part of each slab, sixteen or eight numbers, which become 16-byte chunks of
 a row of the slab. Slabs of bf16 are copied. The scales of a half of the slabs come with it.

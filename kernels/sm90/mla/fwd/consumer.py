@@ -61,9 +61,7 @@ class Consumer:
     turn: Turn | None  # where q is turned
 
     @staticmethod
-    def of(
-        c: Any, dtype, side: int, bar: Barriers, smem: Shared, output: Any, scaling: Float32 | Turn
-    ) -> "Consumer":
+    def of(c: Any, dtype, side: int, bar: Barriers, smem: Shared, output: Any, scaling: Float32 | Turn) -> "Consumer":
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         keys = c.tile_keys[side]
         qk = tiled_mma(dtype, keys, K_MAJOR)
