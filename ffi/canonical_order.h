@@ -13,10 +13,17 @@ namespace dsv4_fmha {
 struct CanonicalOrder {
   static constexpr int64_t kNumber = 2;
   static constexpr std::string_view kArch = "sm_90a";
-  static constexpr std::string_view kTargets[] = {"mha_fwd",      "mla_sparse_fwd",         "csa_fwd",    "hca_fwd",
-                                                  "mla_span_fwd", "mla_span_fwd_few_heads", "dsv4_decode"};
+  static constexpr std::string_view kTargets[] = {"mha_fwd",
+                                                  "mla_sparse_fwd",
+                                                  "csa_fwd",
+                                                  "hca_fwd",
+                                                  "mla_span_fwd",
+                                                  "mla_span_fwd_few_heads",
+                                                  "dsv4_decode",
+                                                  "mla_sparse_fwd_v512",
+                                                  "mla_span_fwd_v512"};
   // Targets whose kernels have the order only where a tile of rows has heads of one query.
-  static constexpr std::string_view kOfTiles[] = {"hca_fwd", "mla_span_fwd"};
+  static constexpr std::string_view kOfTiles[] = {"hca_fwd", "mla_span_fwd", "mla_span_fwd_v512"};
   static constexpr int64_t kTile = 64;  // heads
 
   // Why there is no order of this number on a device; empty where there is. 0 is any order.

@@ -74,7 +74,7 @@ def _support_of(q: jax.Array, sources: Sequence[Source], modes: Sequence[Attenti
     row, found = _first_shipped(FORWARD.get(kinds, ()), mode, q)
     if kinds in _ONE_SPAN and mode == PLAIN and not found:
         return Support(got, tuple(FORWARD[x][0].op for x in _ONE_SPAN), ())
-    names = (name_of(row.op, mode),) if row else _names_for_some(FORWARD, kinds, mode)
+    names = (row.name(mode),) if row else _names_for_some(FORWARD, kinds, mode)
     return Support(got, names, found, packing=(row and row.packing) or "")
 
 
@@ -84,6 +84,8 @@ def _ordered_support_of(op: str, q: jax.Array, sources: Sequence[Source], got: s
     row = FORWARD[kinds][0] if kinds in FORWARD else None
     if kinds in LISTED and not _spans_have_order(q):
         row = LISTED[kinds]
+    if row and row.d_v and isinstance(first, SpanSource) and (first.keys.shape[2] != 1 or not _spans_have_order(q)):
+        row, got = None, f"{got}, {q.shape[2]} heads and {first.keys.shape[2]} KV heads"
     if isinstance(first, SpanSource) and kinds in _ONE_SPAN:
         row = row if row and _shipped(row, PLAIN, q) else dense
         if row is dense and not first.from_first:
@@ -91,9 +93,9 @@ def _ordered_support_of(op: str, q: jax.Array, sources: Sequence[Source], got: s
         elif row is not dense and first.keys.shape[2] != 1:
             row, got = None, f"{got}, {first.keys.shape[2]} KV heads"
     archs = tuple(x for x in _shipped(row, PLAIN, q) if x in ORDERED_ON) if row else ()
-    support = Support(got, (row.op,) if row else (), archs, packing=(row and row.packing) or "")
+    support = Support(got, (row.name(),) if row else (), archs, packing=(row and row.packing) or "")
     if not support.is_there:
-        known = dict.fromkeys(LISTED.get(x, rows[0]).op for x, rows in FORWARD.items())
+        known = dict.fromkeys(LISTED.get(x, rows[0]).name() for x, rows in FORWARD.items())
         wanted = f"operands of a kernel that sums in the canonical order, on {' or '.join(ORDERED_ON)}"
         raise not_built(op, "batch_invariant", f"True for {got}", wanted, tuple(known))
     return support
@@ -134,12 +136,12 @@ def _kernel_mode(modes: Sequence[AttentionMode]) -> Mode:
 def _shipped(row: Kernel, mode: Mode, q: jax.Array, **choices: Any) -> tuple[str, ...]:
     """The architectures that have the kernel for q's d and dtype."""
     choices |= {} if row.packing is None else {"packing": row.packing}
-    return library.shipped_for(name_of(row.op, mode), d=q.shape[-1], dtype=q.dtype.name, **choices)
+    return library.shipped_for(row.name(mode), d=q.shape[-1], dtype=q.dtype.name, **choices)
 
 
 def _first_shipped(rows: Sequence[Kernel], mode: Mode, q: jax.Array) -> tuple[Kernel | None, tuple[str, ...]]:
     """The first kernel that is shipped for q in this mode, or the first one in this mode, and its architectures."""
-    rows = [row for row in rows if library.shipped_for(name_of(row.op, mode))]
+    rows = [row for row in rows if library.shipped_for(row.name(mode))]
     found = next((row for row in rows if _shipped(row, mode, q)), next(iter(rows), None))
     return found, _shipped(found, mode, q) if found else ()
 
@@ -147,7 +149,7 @@ def _first_shipped(rows: Sequence[Kernel], mode: Mode, q: jax.Array) -> tuple[Ke
 def _names_for_some(table: dict[tuple[str, ...], tuple[Kernel, ...]], kinds: tuple[str, ...], mode: Mode) -> Any:
     """The kernels in this mode for one of these kinds, for errors."""
     some = [rows for other, rows in table.items() if set(other) & set(kinds)]
-    names = [name_of(row.op, mode) for rows in some for row in rows[:1]]
+    names = [row.name(mode) for rows in some for row in rows[:1]]
     return tuple(dict.fromkeys(name for name in names if library.shipped_for(name)))
 
 
@@ -160,7 +162,7 @@ def _goes_inside(mode: AttentionMode, inside: Sequence[AttentionMode], q: jax.Ar
         return False
     without, within = (_kernel_mode(x) for x in (inside, [*inside, mode]))
     row, _ = _first_shipped(rows, without, q)  # others serve where this is not built
-    return row is not None and _made_alike(q, name_of(row.op, within), name_of(row.op, without), here)
+    return row is not None and _made_alike(q, row.name(within), row.name(without), here)
 
 
 def _made_alike(q: jax.Array, name: str, other: str, archs: Sequence[str]) -> bool:
@@ -211,7 +213,7 @@ def launch(q: jax.Array, sources: Sequence[Source], modes: Sequence[AttentionMod
     attributes |= {name: value for x in modes for name, value in x.attributes.items()}
     if is_ordered and mode == PLAIN and _by_columns(row.op, q, raw.keys_of(row.op, operands), row.packing or ""):
         mode = BY_COLUMNS
-    return Launch(row.op, mode, operands, attributes, keys.launched)
+    return Launch(row.op, row.in_mode(mode), operands, attributes, keys.launched)
 
 
 def _row(rows: Sequence[Kernel], mode: Mode, q: jax.Array) -> Kernel:

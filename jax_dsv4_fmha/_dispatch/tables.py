@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._definitions.packed import LAYOUTS
+from .._host.mode import PLAIN, Mode, name_of
 from .sources import SelectionSource, SpanSource
 
 
@@ -21,6 +22,16 @@ class Kernel(NamedTuple):
     """makes the operands of its raw call of the sources"""
     packing: str | None = None
     """a choice of an op whose keys may be packed; "" where they are not"""
+    d_v: int = 0
+    """how many of a key's numbers are its value; 0: all"""
+
+    def in_mode(self, mode: Mode) -> Mode:
+        """The mode of its kernels, beside what it says itself."""
+        return dataclasses.replace(mode, d_v=self.d_v)
+
+    def name(self, mode: Mode = PLAIN) -> str:
+        """The name of its kernels in a mode."""
+        return name_of(self.op, self.in_mode(mode))
 
 
 def _keys_twice(source: SpanSource) -> Sequence[Any]:
@@ -93,6 +104,8 @@ FORWARD: dict[tuple[str, ...], tuple[Kernel, ...]] = {
     ("selection",): (Kernel("mla_sparse_fwd"),),
     ("span", "selection"): (Kernel("csa_fwd", _span_and_pool),),
     ("span", "span"): (Kernel("hca_fwd"),),
+    ("span_v512",): (Kernel("mla_span_fwd", d_v=512),),
+    ("selection_v512",): (Kernel("mla_sparse_fwd", packing="", d_v=512),),
     ("selection", "selection"): (Kernel("dsv4_decode", _pools, packing=""),),
     ("v4_fp8", "v4_fp8"): _over_packed("v4_fp8"),
     ("v4_fp8",): _over_packed("v4_fp8", _pools_of_one),
