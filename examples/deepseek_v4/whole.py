@@ -155,7 +155,8 @@ def program(
 def of_work(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int) -> dict[str, Any]:
     """The median of three times so many calls, and what compiling took."""
     f, caches, operands, seconds = program(model, params, mesh, work, dtype)
-    calls, found = calls if work.tokens == 1 else max(1, calls // 5), []
+    calls = calls if work.tokens == 1 else max(1, calls // 5)
+    found: list[float] = []
     for _ in range(4):
         began = time.perf_counter()
         for _ in range(calls if found else 2):
@@ -213,7 +214,7 @@ def parts_by_operation(text: str) -> dict[str, str]:
     return found
 
 
-def arguments() -> dict:
+def arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
     number = common.at_least(1)
