@@ -135,11 +135,9 @@ def program(
     caches = jax.jit(make, out_shardings=everywhere)()
     tokens = jax.random.randint(jax.random.key(0), (work.b, work.tokens), 0, model.vocabulary, jnp.int32)
     lengths = jnp.full(work.b, work.context, jnp.int32)
-    if work.tokens == 1:
-        f, operands = model.step, (tokens[:, 0], lengths)
-    else:
-        f, operands = model.read, (tokens, lengths - work.tokens, lengths)
-    operands = jax.device_put(operands, everywhere)
+    f: Callable[..., Any] = model.step if work.tokens == 1 else model.read
+    given = (tokens[:, 0], lengths) if work.tokens == 1 else (tokens, lengths - work.tokens, lengths)
+    operands: tuple[Any, ...] = jax.device_put(given, everywhere)
     if jax.default_backend() == "gpu":
         options = {**(STEP_OPTIONS if work.tokens == 1 else {}), **options}
     began = time.perf_counter()
