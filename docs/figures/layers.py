@@ -156,6 +156,17 @@ def experts() -> str:
     return wrapped(about) + "\n\n" + table(head, rows)
 
 
+def hyper_connections() -> str:
+    """What is between two sublayers, by how many tokens a call has."""
+    rows = []
+    for row in suite(EXPERTS, "experts"):
+        if row["case"]["op"] == "hyper_connection":
+            least = row["bytes"] / row["copy_bytes_per_s"]
+            rows.append([f"{row['case']['tokens']}", f"{row['bytes'] / 1e6:.0f}", micro(least), micro(ours(row))])
+    about = f"4 streams of 4096 channels, on one {_card(EXPERTS)}:"
+    return about + "\n\n" + table("tokens | MB | least at C, µs | ours, µs", rows)
+
+
 def _card(record: dict[str, Any]) -> str:
     return str(record["devices"][0]["name"]).split()[1]
 
