@@ -177,6 +177,13 @@ FAULTS = [
         without(r"fence\.proxy\.async"),
     ),
     PlantedFault(
+        "P written over numbers of RoPE that other warps still multiply",
+        FIRST_512,
+        Race,
+        late(r"stmatrix", "k", r"wgmma"),
+        lambda text: edits.replace(text, r"bar\.sync\s+2, 128;", ""),
+    ),
+    PlantedFault(
         "keys written over P that is still read",
         FIRST_512,
         Race,

@@ -442,7 +442,7 @@ class MlaFwdSm90(ForwardKernel):
         s.exponentiate(w.scores)
         round_to(w.p, w.scores)
         if cutlass.const_expr(not has_odd):
-            self.share_p(w, LEFT, True)
+            self.share_p(w, LEFT, True, met=False)
         fresh = first if has_odd else pair == 0
         rescale_rows(w.out, s.factor, fresh)
         multiply(w.pv, w.products, w.p, w.b_value[EVEN], fresh)
@@ -452,7 +452,7 @@ class MlaFwdSm90(ForwardKernel):
             self.adopt_max(w, RIGHT, work.fill(ODD, pair))
             scale_rows(w.scores, s.factor)
             round_to(w.p, w.scores)
-            self.share_p(w, LEFT, pair == work.evens - 1)
+            self.share_p(w, LEFT, pair == work.evens - 1, met=True)
             rescale_rows(w.out, s.factor)
         wait_for(w.bar.p_shared + RIGHT, work.fill(EVEN, pair))
         if cutlass.const_expr(has_odd):
@@ -474,7 +474,7 @@ class MlaFwdSm90(ForwardKernel):
         round_to(w.p, w.scores)
         rescale_rows(w.out, s.factor, first)
         multiply(w.pv, w.products, w.p, w.b_value[ODD], first)
-        self.share_p(w, RIGHT, pair == work.evens - 1)
+        self.share_p(w, RIGHT, pair == work.evens - 1, met=False)
         if cutlass.const_expr(self.config.unpacks):  # whose producer has keys in registers, and waits for a place
             warpgroup.wait_group(0)
             w.bar.release(ODD, RIGHT)
@@ -508,8 +508,10 @@ class MlaFwdSm90(ForwardKernel):
         w.softmax.decay()
 
     @cute.jit
-    def share_p(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean):
-        if cutlass.const_expr(self.config.rope > 0):  # the whole warpgroup has read the place as keys
+    def share_p(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean, met: cutlass.Constexpr[bool]):
+        """P to SMEM. met: all of this side have handed over a maximum that it has waited for since, and so the scores
+        are complete whose keys stood where P goes, if RoPE's numbers are apart."""
+        if cutlass.const_expr(self.config.rope > 0 and not met):
             cute.arch.barrier(barrier_id=WARPGROUP_MET + side, number_of_threads=WARPGROUP)
         store_rows(w.qk, w.scores, w.p, w.smem.p[side], w.thread)
         if last:
