@@ -356,6 +356,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
             {"kept": "float8_e4m3fn"},
             "--fp8 and --fp4: got head_dim 32, wanted a model whose entries have 512 dimensions",
         ),
+        ({"kept": "float8_e4m3fn", "speculate": 2}, "--fp8 and --fp4: got head_dim 32, wanted a model whose entries"),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),
         (
             {"tensor": 3, "expert": 3},
