@@ -423,7 +423,7 @@ def _probabilities(logits: jax.Array, lse: jax.Array, scale: float) -> jax.Array
 
 
 def _of_rows(q: jax.Array, seen: jax.Array) -> jax.Array:
-    """q in float32, with 0 in rows that see no entry, which may hold NaN: in a sum over rows it would reach all keys."""
+    """q in float32, with 0 in rows that see no entry. They may hold NaN: in a sum over rows it would reach all keys."""
     return jnp.where(seen.any(-1)[..., None, None], q, 0).astype(_FP32)
 
 
