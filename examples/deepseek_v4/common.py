@@ -166,9 +166,15 @@ class Words:
           name: of the text, for errors.
 
         Raises:
-          ValueError: a word is no number, or a token is not in the model's vocabulary.
+          ValueError: a word is no number, a token is not in the model's vocabulary, or the text has a surrogate, as
+            Python makes one of a byte that is no character.
         """
         if self.tokenizer is not None:
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:  # the tokenizer's error is a TypeError that says nothing
+                got = f"{text[e.start]!r} as character number {e.start}"
+                raise ValueError(f"{name}: got {got}, wanted a text in UTF-8") from None
             found = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:
             found = []

@@ -7,6 +7,7 @@ caches are updated in place. With `--port` requests come by HTTP instead (endpoi
 """
 
 import contextlib
+import io
 import queue
 import socket
 import sys
@@ -95,7 +96,7 @@ def main(
             return Request(prompt, wanted, temperature, printer(number, words.stream()), ends)
 
         answers, refused, read, said, began = {}, 0, 0, 0, time.perf_counter()
-        for number, answer in answered(server, sys.stdin if prompts is None else prompts, request_of):
+        for number, answer in answered(server, standard_input() if prompts is None else prompts, request_of):
             if isinstance(answer, Request):
                 read, said = read + len(answer.prompt), said + len(answer.said)
             else:
@@ -114,6 +115,13 @@ def main(
     if refused and prompts is None:
         raise SystemExit(1)
     return [answers[number] for number in sorted(answers)]
+
+
+def standard_input() -> Iterable[str]:
+    """The lines of the standard input. A line with a byte that is no character has a surrogate, and is refused."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
 
 
 def progress(text: str) -> None:
