@@ -25,9 +25,10 @@ from examples.serving.request import integer, number
 from jax_dsv4_fmha import Span
 from jax_dsv4_fmha.layers import Shared, zigzag
 
-from . import cluster, common
+from . import cluster, common, head
 from . import save as saving
 from .data import Batches, Row, rows_of
+from .head import REST
 from .metrics import Log, Step, recall
 from .model import FIXED, Model, Streams
 from .states import States
@@ -41,8 +42,6 @@ POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
 }
 """what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
-REST = ("data", "context")
-"""the mesh axes that share out states beside the model's own"""
 
 
 class State(NamedTuple):
@@ -108,7 +107,7 @@ def losses(
             recalled = [recall(layer, out, shared, place, past[layer.ratio])]
         return streams, shared.after(out), jnp.float32(of_indexer), (load, recalled)
 
-    others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}
+    others = {name: ready(x, name) for name, x in learned.items() if name not in ("layers", "head")}
     x, shared, of_indexers, loads, recalls = model.embedded(others, tokens), Shared(), jnp.float32(0), [], []
     for i, p in enumerate(learned["layers"]):
         layer = jax.checkpoint(functools.partial(block, i), policy=policy)
@@ -116,8 +115,8 @@ def losses(
         of_indexers += of_indexer
         loads.append(load)
         recalls += recalled
-    of_each = optax.softmax_cross_entropy_with_integer_labels(model.logits(others, x), following)
-    of_tokens = jnp.where(has_following, of_each, 0).sum() / jnp.maximum(count, 1)
+    weights = has_following / jnp.maximum(count, 1)
+    of_tokens = head.loss(model.last(others, x), learned["head"], following, weights)
     return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads), jnp.array(recalls), length)
 
 
