@@ -130,11 +130,11 @@ def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -
 
 
 def parameters_of(
-    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False
+    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, fused: bool = True
 ) -> dict[str, Any]:
     """The parameters of a directory, as `load` makes them, or random ones."""
     if checkpoint:
-        return load(model, checkpoint, dtype, mesh, on_terminal, packed)
+        return load(model, checkpoint, dtype, mesh, on_terminal, packed, fused)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
     return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
