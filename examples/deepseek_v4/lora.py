@@ -47,7 +47,7 @@ def init(model: Model, rank: int, only: str = "", seed: int = 0) -> Adapter:
 
 
 def sizes(model: Model, layer: int) -> dict[str, tuple[int, int]]:
-    """How many numbers each of a layer's matrices takes, and how many it makes."""
+    """The sizes of a layer's matrices: how many numbers each takes, and how many it makes."""
     shapes = {
         name: x.shape
         for name, x in jax.eval_shape(model.layers[layer].init, jax.random.key(0)).items()
