@@ -22,7 +22,7 @@ from .._definitions.packed import LAYOUTS, quantize_rows
 from .._definitions.span import Span
 from . import _operands
 from ._few_rows import plain_product
-from ._norm import rms_norm
+from ._norm import layer_norm, rms_norm
 from ._products import product
 from ._rounding import Rounding, rounded
 from .compressor import Compressor
@@ -41,7 +41,7 @@ class Indexer:
     """The shape of an indexer.
 
     Its parameters are a dict: `wq_b [q_rank, heads, d]`, `weights_proj [hidden, heads]`, and `compressor`, or
-    `wk [latent, d]` and `k_norm [d]`, or neither, where the layer uses another layer's keys.
+    `wk [latent, d]` and `k_norm [d]`, or none of them, where the layer uses another layer's keys.
 
     Attributes:
       hidden: channels of x.
@@ -51,6 +51,8 @@ class Indexer:
       topk: entries that a query attends to.
       compressor: the compressor of the keys, or None.
       latent: channels of the latents from which the keys are made, or 0.
+      layer_norm: whether keys made of latents are normed by LayerNorm, with a bias `k_bias [d]`, as in DeepSeek-V3.2,
+        whose latents are x.
       block: entries of a block, for a choice in two levels (V4.1).
       candidate_blocks: how many blocks this layer also chooses, for later layers to choose entries from.
       within_candidates: whether this layer chooses only from such blocks.
@@ -82,6 +84,7 @@ class Indexer:
     topk: int = 512
     compressor: Compressor | None = None
     latent: int = 0
+    layer_norm: bool = False
     block: int = 8
     candidate_blocks: int = 0
     within_candidates: bool = False
@@ -93,7 +96,7 @@ class Indexer:
             _check.positive(_OP, name, getattr(self, name))
         for name in ("latent", "candidate_blocks"):
             _check.integer(_OP, name, getattr(self, name), 0)
-        for name in ("within_candidates", "fake_quantize"):
+        for name in ("layer_norm", "within_candidates", "fake_quantize"):
             _check.flags(_OP, **{name: getattr(self, name)})
         own = self.compressor
         if not isinstance(own, Compressor | None):
@@ -134,6 +137,7 @@ class Indexer:
         if self.latent:
             params["wk"] = jax.random.normal(c, (self.latent, self.d), jnp.float32) * self.latent**-0.5
             params["k_norm"] = jnp.ones(self.d, jnp.float32)
+            params |= {"k_bias": jnp.zeros(self.d, jnp.float32)} if self.layer_norm else {}
         return params
 
     def queries(
@@ -201,7 +205,11 @@ def quantized_queries(
 def rotated_keys(indexer: Indexer, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
     """k of `Indexer.keys`, not rounded."""
     if indexer.latent:
-        latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], indexer.eps)
+        latents = jnp.matmul(latents, params["wk"].astype(latents.dtype))
+        if indexer.layer_norm:
+            latents = layer_norm(latents, params["k_norm"], params["k_bias"], indexer.eps)
+        else:
+            latents = rms_norm(latents, params["k_norm"], indexer.eps)
     return _rotated(indexer, latents, positions, rotation)
 
 
