@@ -1,5 +1,5 @@
-"""`LatentAttention` against Hugging Face's own modules of DeepSeek-V3, V3.2, GLM-5 and Hy4 in float32: same weights, same
-numbers. `make test-hf` runs this.
+"""`LatentAttention` against Hugging Face's own modules of DeepSeek-V3, V3.2, GLM-5 and Hy4 in float32: same weights,
+same numbers. `make test-hf` runs this.
 """
 
 import functools

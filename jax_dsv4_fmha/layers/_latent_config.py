@@ -142,7 +142,7 @@ def _index_halves(entries: Mapping[str, Any], model: _Model) -> bool:
 
 
 def _chooses(entries: Mapping[str, Any], layer: int, n: int, name: str) -> bool:
-    """Whether a layer has an indexer of its own, of a model whose other layers take the choice of the last such one."""
+    """Returns whether a layer has an indexer of its own; others take the choice of the last layer that has one."""
     kinds: Any = entries.get("indexer_types")
     pattern = entries.get("index_topk_pattern")
     if kinds is None and pattern is not None:

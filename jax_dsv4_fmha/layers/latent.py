@@ -282,7 +282,9 @@ class LatentAttention:
         if segment_ids is not None:
             raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
-        lengths = first + s if lengths is None else lengths
+        if lengths is None:
+            self._fits(cache, start if isinstance(start, jax.Array) else start + s)
+            lengths = first + s
         return self._continued(params, x, first, lengths, cache, shared, indices, options)
 
     def step(
@@ -400,15 +402,15 @@ class LatentAttention:
             cache = kept[0]._replace(window=kept[0].window.append(held, kept[1]))
             held = cache.window
         chosen, cache = self._chosen(params, x, c, positions, seen, kept, cache, given)
-        how = {"d_v": self.latent, "sink": params.get("sink"), "scale": self._scale, **options}
+        options = {"d_v": self.latent, "sink": params.get("sink"), "scale": self._scale, **options}
         with jax.named_scope("attention"):
             if not self.sparse:
                 keys = held.take() if isinstance(held, Cache) else held
-                o, _ = fmha(q, keys[:, :, None], span=seen, **how)
+                o, _ = fmha(q, keys[:, :, None], span=seen, **options)
             else:
                 indices = chosen if chosen is not None else (shared or Shared()).indices
                 assert indices is not None  # as `_checked` saw to
-                o, _ = _sparse(q, held, indices, seen, how)
+                o, _ = _sparse(q, held, indices, seen, options)
         o = jnp.einsum("bshl,lhv->bshv", o, weights["w_uv"])
         if self.gated:
             o = o * jax.nn.sigmoid(jnp.einsum("bsm,mhv->bshv", x, weights["gate"]))
@@ -449,17 +451,17 @@ class LatentAttention:
 
 
 def _sparse(
-    q: jax.Array, held: jax.Array | Cache, indices: jax.Array, seen: Span, how: Mapping[str, Any]
+    q: jax.Array, held: jax.Array | Cache, indices: jax.Array, seen: Span, options: Mapping[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the keys with these indices that each query may see."""
     n = held.capacity if isinstance(held, Cache) else held.shape[1]
     first, end = (x[..., None] for x in seen.bounds(q.shape[0], q.shape[1], n))
     indices = jnp.where((first <= indices) & (indices < end), indices, -1)
     if not isinstance(held, Cache):
-        return sparse_fmha(q, held, indices, **how)
+        return sparse_fmha(q, held, indices, **options)
     if held.block_table is None:
-        return sparse_fmha(q, held.entries, indices, **how)
-    return sparse_fmha(q, held.pool()[0], held.slots(indices), **how)
+        return sparse_fmha(q, held.entries, indices, **options)
+    return sparse_fmha(q, held.pool()[0], held.slots(indices), **options)
 
 
 _OP = "LatentAttention"
