@@ -63,7 +63,7 @@ def _axes_in(leaf: str) -> int:
 
 
 def _order(layer: LatentAttention, leaf: str, d: int) -> np.ndarray:
-    """The places in a checkpoint of the last axis's numbers, of which RoPE turns the last ones in neighbouring pairs."""
+    """The places in a checkpoint of the last axis's numbers; RoPE turns the last ones in neighbouring pairs."""
     own = np.arange(d)
     of_index = leaf in ("indexer.wq_b", "indexer.wk", "indexer.k_norm", "indexer.k_bias")
     if not of_index and leaf not in ("wq", "wq_b", "wkv"):
