@@ -1,5 +1,5 @@
-"""`LatentAttention` against Hugging Face's own modules of DeepSeek-V3, V3.2, GLM-5 and Hy4 in float32: same weights,
-same numbers. `make test-hf` runs this.
+"""`LatentAttention` against Hugging Face's own modules of DeepSeek-V3, V3.2, GLM-5, GLM-5.3-Flash and Hy4 in float32:
+same weights, same numbers. `make test-hf` runs this.
 """
 
 import functools
@@ -32,27 +32,35 @@ YARN = {
     "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0,
 }  # fmt: skip
 SHARED = {"indexer_types": ["full", "shared"]}
+POOLS = {"qk_rope_head_dim": 0, "index_kpool": 4, "layer_types": ["indexed_attention"] * 2, "rms_norm_eps": 1e-3}
 KINDS = {
     "v3": ("DeepseekV3", {"rope_parameters": YARN}, 1),
     "v3, halves, one matrix of queries": ("DeepseekV3", {"rope_interleave": False, "q_lora_rank": None}, 1),
     "v32": ("DeepseekV32", {**CHOICE, "rope_parameters": YARN}, 1),
     "glm": ("GlmMoeDsa", {**CHOICE, **SHARED}, 2),
+    "glm flash": ("Glm5NextText", {**POOLS, **SHARED, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}, 2),
     "hy4": ("HYV4", {**CHOICE, **SHARED, "rms_norm_eps": 1e-3}, 2),
 }
 """Names of classes, entries of the config, and how many layers run one after the other"""
-FOLDERS = {"DeepseekV3": "deepseek_v3", "DeepseekV32": "deepseek_v32", "GlmMoeDsa": "glm_moe_dsa", "HYV4": "hy_v4"}
+FOLDERS = {
+    "DeepseekV3": "deepseek_v3",
+    "DeepseekV32": "deepseek_v32",
+    "GlmMoeDsa": "glm_moe_dsa",
+    "Glm5NextText": "glm5_next",
+    "HYV4": "hy_v4",
+}
 
 
 @functools.cache
 def pair(kind):
     """Hugging Face's config and layers, ours, and their weights as ours."""
     name, entries, count = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**(SIZES | entries))
     module = importlib.import_module(f"transformers.models.{FOLDERS[name]}.modeling_{FOLDERS[name]}")
+    config = getattr(module, f"{name}Config")(**(SIZES | entries))
     theirs = [random_weights(getattr(module, f"{name}Attention")(config, i), seed=i) for i in range(count)]
     ours = [LatentAttention.from_config(config.to_dict(), layer=i) for i in range(count)]
     params = [from_state_dict(x, y.state_dict(), dtype=jnp.float32) for x, y in zip(ours, theirs, strict=True)]
-    return (config, getattr(module, f"{name}RotaryEmbedding")), theirs, ours, params
+    return (config, getattr(module, f"{name}RotaryEmbedding", None)), theirs, ours, params
 
 
 def their_run(kind, x, cache=None, start=0):
@@ -61,17 +69,18 @@ def their_run(kind, x, cache=None, start=0):
     b, s, _ = x.shape
     positions = torch.arange(start, start + s)[None].expand(b, -1)
     mask = torch.where(torch.arange(start + s)[None] <= positions[0][:, None], 0.0, -torch.inf)
-    more = {}
+    more = (
+        {
+            "position_embeddings": rotary(config)(x, positions),
+            "attention_mask": mask[None, None].expand(b, -1, -1, -1),
+            "position_ids": positions,
+        }
+        if rotary
+        else {"attention_mask": torch.ones((b, s), dtype=torch.bool)}
+    )
     for layer in theirs:
-        y, _, *chosen = layer(
-            x,
-            position_embeddings=rotary(config)(x, positions),
-            attention_mask=mask[None, None].expand(b, -1, -1, -1),
-            position_ids=positions,
-            cache=cache,
-            **more,
-        )
-        more = {"prev_topk_indices": chosen[0]} if chosen else {}
+        y, _, *chosen = layer(x, cache=cache, **more)
+        more |= {"prev_topk_indices": chosen[0]} if chosen else {}
         x = x + y
     return x
 

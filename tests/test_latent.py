@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jax_dsv4_fmha import explain
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import Indexer, LatentAttention, LayerCache, Rope, Shared, from_state_dict, to_state_dict
-from tests.helpers import assert_in_place, normal
+from tests.helpers import assert_in_place, every_kernel, normal
 from tests.transformed import mesh_of
 
 M, H, S = 32, 4, 14
@@ -23,7 +24,10 @@ SPARSE = LatentAttention(
     **SIZES, sparse=True, indexer=Indexer(M, 16, heads=16, d=16, topk=5, latent=M, layer_norm=True), sinks=True,
     gated=True, scale=0.3,
 )  # fmt: skip
-LAYERS = {"dense": DENSE, "sparse": SPARSE, "one matrix": dataclasses.replace(DENSE, q_rank=0)}
+POOLED = dataclasses.replace(
+    SPARSE, rope=None, indexer=Indexer(M, 16, heads=16, d=16, topk=6, latent=M, layer_norm=True, pool=3)
+)
+LAYERS = {"dense": DENSE, "sparse": SPARSE, "pooled": POOLED, "one matrix": dataclasses.replace(DENSE, q_rank=0)}
 X = normal(1, 2, S, M)
 
 
@@ -47,12 +51,14 @@ def assert_close(got, want, tolerance=1e-5):
 def in_float64(layer, params, x):
     """Not absorbed: each head has keys and values of its own. The choice by scores, in float64 too."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    x, n = np.asarray(x, np.float64), layer.rope.dims
+    x, n = np.asarray(x, np.float64), layer.turned
 
     def rms(x, weight):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + layer.eps) * weight
 
     def turned(x, at):
+        if layer.rope is None:
+            return x
         angle = at * layer.rope.frequencies().astype(np.float64)
         even, odd = x[..., -n::2], x[..., -n + 1 :: 2]
         x = x.copy()
@@ -78,6 +84,11 @@ def in_float64(layer, params, x):
         index_k = index_k - index_k.mean(-1, keepdims=True)
         index_k = index_k / np.sqrt((index_k**2).mean(-1, keepdims=True) + 1e-6) * its["k_norm"] + its["k_bias"]
         index_q, index_k = (np.stack([turned(row, i) for i, row in enumerate(y)]) for y in (index_q, index_k))
+        if pool := layer.indexer.pool:
+            whole = len(x) // pool * pool
+            gates = (x @ its["gate"])[:whole].reshape(-1, pool, 16) + its["ape"]
+            shares = np.exp(gates) / np.exp(gates).sum(1, keepdims=True)
+            index_k = (shares * index_k[:whole].reshape(-1, pool, 16)).sum(1)
         scores = np.einsum(
             "th,thk->tk", x @ its["weights_proj"], np.maximum(np.einsum("thd,kd->thk", index_q, index_k), 0)
         )
@@ -85,7 +96,11 @@ def in_float64(layer, params, x):
     for i in range(len(x)):
         seen = np.arange(i + 1)
         if layer.indexer is not None:
-            seen = np.sort(np.argsort(-scores[i, : i + 1])[: layer.indexer.topk])
+            past = (i + 1) // (pool or 1)
+            seen = np.argsort(-scores[i, :past])[: layer.indexer.topk // (pool or 1)]
+            if pool:
+                own = np.arange(past * pool, i + 1)
+                seen = np.concatenate([(seen[:, None] * pool + np.arange(pool)).ravel(), own])
         s = np.einsum("hd,khd->hk", q[i], k[seen]) * (layer.scale or (layer.nope + n) ** -0.5)
         weights = np.exp(s)
         total = weights.sum(-1) + (np.exp(p["sink"]) if layer.sinks else 0)
@@ -102,14 +117,14 @@ def test_against_heads_with_keys_of_their_own(name):
         assert_close(y, in_float64(LAYERS[name], params_of(name), x))
 
 
-@pytest.mark.parametrize("name", ["dense", "sparse"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "pooled"])
 @pytest.mark.parametrize("pages", [None, 12])
 def test_chunks_and_steps_are_the_whole(name, pages):
     """Also of a batch whose sequences are not equally long, with an idle place, and after a token was taken back."""
     layer, params, want = LAYERS[name], params_of(name), whole(name).y
     table = jnp.array([[9, 2, 0, 7], [1, 11, 3, 6], [4, 5, 8, 10]], jnp.int32) if pages else None
     x = jnp.concatenate([X, X[:1]])
-    cache = layer.cache(3, 16, x.dtype, block_table=table, pages=pages)
+    cache = layer.cache(3, 16, x.dtype, steps=2, block_table=table, pages=pages)
     call = jax.jit(layer, donate_argnums=2)
     step = jax.jit(layer.step, donate_argnums=2)
     assert_in_place(step.trace(params, x[:, :1], cache, lengths=jnp.array([1, 1, 1])))
@@ -183,6 +198,21 @@ def test_bfloat16_and_the_published_sizes():
     assert of_attention and "no kernel takes bfloat16, d=576, d_v=512" in of_attention[0].reason
 
 
+def test_kernels_of_512_serve_a_layer_without_rope(monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layer = LatentAttention.from_config(FLASH | {"hidden_size": 64, "q_lora_rank": 32}, layer=3)
+    x = jax.ShapeDtypeStruct((1, 64, 64), jnp.bfloat16)
+    params = jax.eval_shape(lambda: layer.init(jax.random.key(0), jnp.bfloat16))
+    assert {d.op: d.implementation for d in explain(layer, params, x)} == {
+        "lightning_indexer": "kernel",
+        "sparse_fmha": "kernel",
+    }
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("order", [{}, {"halves": True}, {"index_halves": True, "index_rope_first": True}])
 @pytest.mark.parametrize("name", LAYERS)
 def test_tensors_there_and_back(name, order):
@@ -215,6 +245,12 @@ GLM = {
     "qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 2048, "index_n_heads": 32, "rope_interleave": True,
     "indexer_rope_interleave": True, "rope_scaling": None, "rope_theta": None, "rms_norm_eps": 1e-5, "head_dim": 64,
     "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "qk_head_dim": 256,
+}  # fmt: skip
+FLASH = {
+    **INDEX, "model_type": "glm5_next_text", "hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 64,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256,
+    "rms_norm_eps": 1e-5, "index_kpool": 4, "layer_types": (["linear_attention"] * 3 + ["indexed_attention"]) * 2,
+    "linear_num_heads": 64, "head_dim": 0, "hc_mult": 4,
 }  # fmt: skip
 HY4 = {**GLM, "model_type": "hy_v4", "rope_interleave": None, "indexer_rope_interleave": None, "index_n_heads": 16,
        "learnable_sink_init": 0.0, "hc_mult": 4}  # fmt: skip
@@ -256,6 +292,21 @@ def test_config_of_layers_that_choose():
     assert hy4[0].halves and hy4[0].index_halves and not hy4[0].index_rope_first and hy4[0].indexer.eps == 1e-5
 
 
+def test_config_of_glm_flash():
+    layer = LatentAttention.from_config({"model_type": "glm5_next", "text_config": FLASH}, layer=7)
+    assert layer.rope is None and layer.turned == 0 and layer.scale is None and layer.eps == 1e-5
+    assert (layer.indexer.pool, layer.indexer.topk, layer.indexer.eps) == (4, 2048, 1e-6)
+    with pytest.raises(ValueError, match="layer_types: got linear_attention, wanted indexed_attention or full_att"):
+        LatentAttention.from_config(FLASH, layer=0)
+    for entries, words in (
+        ({"index_kpool": None}, "index_kpool: got none, wanted it in the config"),
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail: got False, wanted True"),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim: got 64, wanted 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LatentAttention.from_config(FLASH | entries, layer=3)
+
+
 YARN = V3["rope_scaling"]
 
 
@@ -271,7 +322,11 @@ YARN = V3["rope_scaling"]
         (V3 | {"num_key_value_heads": 8}, 0, "num_key_value_heads: got 8, wanted 128"),
         (V3 | {"qk_head_dim": 128}, 0, "qk_head_dim: got 128, wanted 192"),
         (V3 | {"kv_lora_rank": None}, 0, "kv_lora_rank: got none, wanted it in the config"),
-        (V3 | {"layer_types": ["sliding_attention"] * 61}, 0, "layer_types: got sliding_attention, wanted layers with"),
+        (
+            V3 | {"layer_types": ["sliding_attention"] * 61},
+            0,
+            "layer_types: got sliding_attention, wanted full_attention",
+        ),
         (V32 | {"q_lora_rank": None}, 0, "q_lora_rank: got none, wanted it in the config"),
         (V32 | {"rope_interleave": False}, 0, "rope_interleave: got False, wanted True of deepseek_v32"),
         (GLM | {"indexer_rope_interleave": False}, 0, "indexer_rope_interleave: got False, wanted True"),
@@ -312,6 +367,9 @@ ERRORS = [
     (lambda: dataclasses.replace(SPARSE, q_rank=8), ValueError, "indexer.q_rank: got 16, wanted 8"),
     (lambda: dataclasses.replace(SPARSE, rope=Rope(32)), ValueError, "indexer.d: got 16, wanted at least the 32 dims"),
     (lambda: SPARSE(OWN, X), ValueError, "params: got no indexer, wanted what `init` makes"),
+    (lambda: dataclasses.replace(POOLED, rope=Rope(8)), ValueError, "indexer.pool: got 3, wanted 0 with RoPE"),
+    (lambda: POOLED(params_of("pooled"), X, segment_ids=jnp.zeros((2, S), jnp.int32)), ValueError,
+     "segment_ids: got .*, wanted None where index keys are pooled"),
     (lambda: SPARSE(P, X[..., :8]), ValueError, r"x: got float32\[2, 14, 8\], wanted"),
     (lambda: SPARSE(P, X, start=3), ValueError, "start: got 3, wanted 0, and no lengths, without a cache"),
     (lambda: SPARSE(P, X, CACHE, segment_ids=X), ValueError, "segment_ids: got .* wanted None with a cache"),

@@ -24,6 +24,8 @@ class _Model(NamedTuple):
     """whether layers take earlier layers' choices"""
     has_sinks: bool = False
     """and a gate"""
+    pools: bool = False
+    """whether index keys are pooled, and there is no RoPE"""
 
 
 _MODELS = {
@@ -32,6 +34,7 @@ _MODELS = {
     "deepseek_v32": _Model(index_halves=True),
     "glm_moe_dsa": _Model(shares=True),
     "hy_v4": _Model(halves=True, index_halves=True, index_rope_first=False, shares=True, has_sinks=True),
+    "glm5_next_text": _Model(shares=True, pools=True),
 }
 _SIZES = {
     "hidden": "hidden_size",
@@ -51,6 +54,7 @@ _MUST_BE = {"attention_bias": False, "attention_dropout": 0}
 """Entries that change a layer, with the one value that these layers have"""
 _OF_MODEL = {"head_dim", "num_mtp_layers", "learnable_sink_init", "num_experts"}
 """Entries that say nothing about attention beyond what others say"""
+_OF_POOLS = {"index_kpool", "index_kpool_always_select_tail"}
 _YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 _ROPE = {
     "rope_type", "type", "rope_theta", *_YARN, "mscale", "mscale_all_dim", "attention_factor", "truncate",
@@ -76,24 +80,35 @@ def attributes(config: Mapping[str, Any] | str | Path, layer: int) -> dict[str, 
         raise _check.error(ValueError, _OP, "layer", layer, f"a layer of the {n}")
     found = _sizes(entries, _SIZES)
     found["q_rank"] = _rank(entries, model)
-    found["rope"], found["scale"] = _rope(entries, found["nope"])
+    found["rope"], found["scale"] = (None, None) if model.pools else _rope(entries, found["nope"])
+    dims = found["rope"].dims if found["rope"] else 0
+    if entries.get("qk_rope_head_dim", dims) != dims:
+        raise _check.error(ValueError, _OP, "qk_rope_head_dim", entries["qk_rope_head_dim"], "0")
     if entries.get("num_key_value_heads", found["heads"]) != found["heads"]:
         raise _check.error(
             ValueError, _OP, "num_key_value_heads", entries["num_key_value_heads"], f"{found['heads']}, as heads"
         )
-    total = found["nope"] + found["rope"].dims
+    total = found["nope"] + dims
     if entries.get("qk_head_dim", total) != total:
         raise _check.error(ValueError, _OP, "qk_head_dim", entries["qk_head_dim"], f"{total}, the sum of both parts")
-    kinds = entries.get("layer_types", [])
-    if wrong := [x for x in kinds if x != ("indexed_attention" if model.chooses else "full_attention")]:
-        raise _check.error(ValueError, _OP, "layer_types", wrong[0], "layers with latent attention alone")
+    kinds: Any = entries.get("layer_types", [])
+    fit: tuple[str, ...] = ("indexed_attention",) if model.chooses else ("full_attention",)
+    if model.pools:  # the others are of another kind
+        kinds, fit = _entry(entries, "layer_types")[layer : layer + 1] or [None], (*fit, "full_attention")
+    if wrong := [x for x in kinds if x not in fit]:
+        raise _check.error(ValueError, _OP, "layer_types", wrong[0], f"{' or '.join(fit)}, latent attention")
     found |= {"sinks": model.has_sinks, "gated": model.has_sinks, "halves": _halves(entries, name, model)}
     if not model.chooses:
         return found
+    found |= {"eps": _entry(entries, "rms_norm_eps")} if model.pools else {}
     found |= {"sparse": True, "index_halves": _index_halves(entries, model), "index_rope_first": model.index_rope_first}
     if not model.shares or _chooses(entries, layer, n, name):
         eps = _entry(entries, "rms_norm_eps") if name == "hy_v4" else 1e-6
         sizes = {"hidden": found["hidden"], "q_rank": found["q_rank"], "latent": found["hidden"]}
+        if model.pools:
+            sizes["pool"] = _check.positive(_OP, "index_kpool", _entry(entries, "index_kpool"))
+            if not entries.get("index_kpool_always_select_tail", True):
+                raise _check.error(ValueError, _OP, "index_kpool_always_select_tail", False, "True")
         found["indexer"] = Indexer(**sizes, **_sizes(entries, _INDEX_SIZES), layer_norm=True, eps=eps)
     return found
 
@@ -105,6 +120,7 @@ def _refuse_unknown(entries: Mapping[str, Any], model: _Model) -> None:
             raise _check.error(ValueError, _OP, name, entries[name], str(value))
     known = {*_READ, *_MUST_BE, *_OTHERS, *_OF_MODEL, *(_INDEX_SIZES.values() if model.chooses else ())}
     known -= set() if model.shares else {*_SHARING}
+    known |= _OF_POOLS | {x for x in entries if str(x).startswith("linear_")} if model.pools else set()
     if unknown := {name: x for name, x in entries.items() if not (name in known or _OF_OTHERS.fullmatch(str(name)))}:
         wanted = "no entries that are not known: they may change attention, and those that do not can be left out"
         raise _check.error(ValueError, _OP, ", ".join(unknown), ", ".join(map(str, unknown.values())), wanted)

@@ -27,6 +27,8 @@ NAMES = {
     "indexer.wk": "indexer.wk.weight",
     "indexer.k_norm": "indexer.k_norm.weight",
     "indexer.k_bias": "indexer.k_norm.bias",
+    "indexer.gate": "indexer.index_kpool_compress_gate",
+    "indexer.ape": "indexer.index_kpool_compress_ape",
 }
 """A head has a key's rows in `kv_b_proj`, `w_uk`, and then a value's, `w_uv`."""
 
@@ -35,8 +37,8 @@ def value(
     layer: LatentAttention, tensor: Callable[[str, Sequence[int], str], np.ndarray], leaf: str, shape: Sequence[int]
 ) -> np.ndarray:
     """The array of a parameter, of tensors `[out, in]`."""
-    if len(shape) == 1:
-        return tensor(NAMES[leaf], shape, leaf)[_order(layer, leaf, shape[-1])]
+    if len(shape) == 1 or leaf == "indexer.ape":
+        return tensor(NAMES[leaf], shape, leaf)[..., _order(layer, leaf, shape[-1])]
     both = layer.nope + layer.v
     if leaf in ("w_uk", "w_uv"):
         x = tensor(NAMES[leaf], (layer.heads * both, layer.latent), leaf).T.reshape(layer.latent, layer.heads, both)
@@ -54,7 +56,8 @@ def tensors(layer: LatentAttention, params: Any) -> dict[str, jax.Array]:
     for leaf, x in leaves.items():
         if leaf != "w_uk":
             x = x[..., np.argsort(_order(layer, leaf, x.shape[-1]))]
-        found[NAMES[leaf]] = x if x.ndim == 1 else x.reshape(math.prod(x.shape[: _axes_in(leaf)]), -1).T
+        is_given = x.ndim == 1 or leaf == "indexer.ape"
+        found[NAMES[leaf]] = x if is_given else x.reshape(math.prod(x.shape[: _axes_in(leaf)]), -1).T
     return found
 
 
@@ -66,9 +69,9 @@ def _order(layer: LatentAttention, leaf: str, d: int) -> np.ndarray:
     """The places in a checkpoint of the last axis's numbers; RoPE turns the last ones in neighbouring pairs."""
     own = np.arange(d)
     of_index = leaf in ("indexer.wq_b", "indexer.wk", "indexer.k_norm", "indexer.k_bias")
-    if not of_index and leaf not in ("wq", "wq_b", "wkv"):
+    if not layer.turned or (not of_index and leaf not in ("wq", "wq_b", "wkv")):
         return own
-    n, is_first = layer.rope.dims, of_index and layer.index_rope_first
+    n, is_first = layer.turned, of_index and layer.index_rope_first
     turned, rest = (own[:n], own[n:]) if is_first else (own[d - n :], own[: d - n])
     if layer.index_halves if of_index else layer.halves:
         turned = turned.reshape(2, n // 2).T.ravel()

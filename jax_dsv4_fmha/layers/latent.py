@@ -12,7 +12,7 @@ indexer, queries see the keys that it chose of all past ones (DeepSeek Sparse At
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from .. import Cache, Span, _check, fmha, lightning_indexer, sparse_fmha
 from .._definitions.span import positions_of
-from . import _latent_config, _operands
+from . import _latent_config, _operands, _pooled_keys
 from ._norm import rms_norm
 from .compressor import kept_at
 from .indexer import Indexer
@@ -32,8 +32,8 @@ from .rope import Rope, rope
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """The shape of a layer of DeepSeek-V3, V3.2, Kimi K2, GLM-5 or Hy4. No kernel takes its keys yet, so the reference
-    runs.
+    """The shape of a layer of DeepSeek-V3, V3.2, Kimi K2, GLM-5, GLM-5.3-Flash or Hy4. No kernel takes keys with
+    numbers for RoPE yet, so the reference runs.
 
     Its parameters are a dict: `wq_a [hidden, q_rank]`, `q_norm [q_rank]`, `wq_b [q_rank, heads, nope + rope.dims]`, or
     with q_rank 0 `wq [hidden, heads, nope + rope.dims]`; `wkv [hidden, latent + rope.dims]`, `kv_norm [latent]`,
@@ -47,7 +47,7 @@ class LatentAttention:
       latent: numbers of a key without RoPE's, which are its value too.
       nope: numbers of a query head without RoPE's.
       v: numbers of a head's output.
-      rope: the rotation of the other numbers of queries and keys.
+      rope: the rotation of the other numbers of queries and keys; None: there are none (GLM-5.3-Flash).
       scale: the factor of logits; None means `(nope + rope.dims)**-0.5`. YaRN's mscale is a part of it.
       sparse: whether queries see only chosen keys.
       indexer: chooses keys. If `sparse` and no indexer, the layer takes an earlier layer's choice.
@@ -82,7 +82,7 @@ class LatentAttention:
     latent: int = 512
     nope: int = 128
     v: int = 128
-    rope: Rope = dataclasses.field(default_factory=Rope)
+    rope: Rope | None = dataclasses.field(default_factory=Rope)
     scale: float | None = None
     sparse: bool = False
     indexer: Indexer | None = None
@@ -101,7 +101,7 @@ class LatentAttention:
         _check.epsilon(_OP, self.eps)
         for name in ("sparse", "sinks", "gated", "halves", "index_halves", "index_rope_first"):
             _check.flags(_OP, **{name: getattr(self, name)})
-        for name, kind in (("rope", Rope), ("indexer", Indexer | None)):
+        for name, kind in (("rope", Rope | None), ("indexer", Indexer | None)):
             if not isinstance(getattr(self, name), kind):
                 raise _check.error(TypeError, _OP, name, getattr(self, name), f"a {name.title()}")
         if (its := self.indexer) is None:
@@ -112,15 +112,23 @@ class LatentAttention:
         for name, n in wanted.items():
             if getattr(its, name) != n:
                 raise _check.error(ValueError, _OP, f"indexer.{name}", getattr(its, name), str(n))
-        if self.rope.dims > its.d:
-            raise _check.error(ValueError, _OP, "indexer.d", its.d, f"at least the {self.rope.dims} dims of rope")
+        if self.turned > its.d:
+            raise _check.error(ValueError, _OP, "indexer.d", its.d, f"at least the {self.turned} dims of rope")
+        if its.pool and self.turned:
+            raise _check.error(ValueError, _OP, "indexer.pool", its.pool, "0 with RoPE")
+
+    @property
+    def turned(self) -> int:
+        """The numbers of queries and keys that RoPE turns."""
+        return 0 if self.rope is None else self.rope.dims
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, *, layer: int) -> "LatentAttention":
-        """The layer of this number of a model: `deepseek_v3`, `kimi_k2`, `deepseek_v32`, `glm_moe_dsa` or `hy_v4`.
+        """The layer of this number of a model: `deepseek_v3`, `kimi_k2`, `deepseek_v32`, `glm_moe_dsa`, `hy_v4`, or an
+        indexed layer of `glm5_next_text`.
 
-        As in `transformers`, epsilons of the norms inside of attention are 1e-6, whatever `rms_norm_eps` is; Hy4's
-        indexer takes that.
+        As in `transformers`, epsilons of the norms inside of attention are 1e-6, whatever `rms_norm_eps` is. Hy4's
+        indexer and GLM-5.3-Flash's latents take that.
 
         Args:
           config: the path of a config.json, or its contents: as published with the weights, or as `transformers` saves
@@ -156,9 +164,9 @@ class LatentAttention:
         def normal(fan_in: int, *shape: int) -> jax.Array:
             return jax.random.normal(next(keys), shape, jnp.float32) * fan_in**-0.5
 
-        m, h, d = self.hidden, self.heads, self.nope + self.rope.dims
+        m, h, d = self.hidden, self.heads, self.nope + self.turned
         params: dict[str, Any] = {
-            "wkv": normal(m, m, self.latent + self.rope.dims),
+            "wkv": normal(m, m, self.latent + self.turned),
             "kv_norm": jnp.ones(self.latent, jnp.float32),
             "w_uk": normal(self.latent, self.latent, h, self.nope),
             "w_uv": normal(self.latent, self.latent, h, self.v),
@@ -196,15 +204,17 @@ class LatentAttention:
         max_length: int,
         dtype: Any = jnp.bfloat16,
         *,
+        steps: int = 1,
         block_table: jax.Array | None = None,
         pages: int | None = None,
     ) -> LayerCache:
         """An empty cache for b sequences of up to `max_length` tokens: `window` has all their keys, and `keys` those of
-        the indexer, if there is one.
+        the indexer, if there is one. Where these are pooled, `key_tokens` has the last tokens.
 
         Args:
           b, max_length: ints >= 1. A sequence must not become longer than `max_length`.
           dtype: x's: bfloat16, float16 or float32.
+          steps: where index keys are pooled, the greatest number of tokens that may be taken back.
           block_table: int32 `[b, n]`, for pools of pages that all sequences share: page i of sequence m is page
             `block_table[m, i]`, and -1 is no page. `LayerCache.with_block_table` changes it. None makes contiguous
             caches.
@@ -215,22 +225,26 @@ class LatentAttention:
         """
         b, length = _check.positive(_OP, "b", b), _check.positive(_OP, "max_length", max_length)
         dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
-        rows = b
+        steps, rows = _check.positive(_OP, "steps", steps), b
+        pool = self.indexer.pool or 1 if self.indexer else 1
         if block_table is not None:
             dims: dict[str, Any] = {"b": b}
             table = _check.operand(_OP, "block_table", block_table, "b n", dims, _check.INT)
             rows = b * dims["n"] if pages is None else _check.positive(_OP, "pages", pages)
             check_pages(_OP, block_table, rows)
             length = -(-length // dims["n"])
+            length += -length % pool
         elif pages is not None:
             raise _check.error(ValueError, _OP, "pages", pages, "None without a block_table")
 
-        def empty(d: int) -> Cache:
+        def empty(d: int, length: int) -> Cache:
             own = None if block_table is None else jnp.array(table)  # each has one, so all may be donated
             return Cache.zeros(rows, length, d, dtype, own)
 
-        keys = None if self.indexer is None else empty(self.indexer.d)
-        return LayerCache(empty(self.latent + self.rope.dims), keys=keys)
+        window, its = empty(self.latent + self.turned, length), self.indexer
+        keys = None if its is None else empty(its.d, -(-length // pool))
+        last = Cache.zeros(b, pool - 1 + steps, 2 * its.d, dtype) if its and its.pool else None
+        return LayerCache(window, keys=keys, key_tokens=last)
 
     def __call__(
         self,
@@ -276,6 +290,8 @@ class LatentAttention:
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
             positions, seen = jnp.arange(s, dtype=jnp.int32)[None], Span.causal(s)
             if segment_ids is not None:
+                if self.indexer is not None and self.indexer.pool:
+                    raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None where index keys are pooled")
                 ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
                 positions, seen = positions_of(ids), seen & Span.segments(ids)
             return self._attended(params, x, positions, seen, None, shared, indices, options)
@@ -333,7 +349,9 @@ class LatentAttention:
             if not isinstance(thing, kind | None):
                 raise _check.error(TypeError, _OP, name, thing, f"a {kind.__name__} or None")
         if cache is not None:
-            widths = {"window": self.latent + self.rope.dims} | ({"keys": self.indexer.d} if self.indexer else {})
+            widths = {"window": self.latent + self.turned} | ({"keys": self.indexer.d} if self.indexer else {})
+            if self.indexer and self.indexer.pool:
+                widths["key_tokens"] = 2 * self.indexer.d
             for name, part in cache._asdict().items():
                 if isinstance(part, Cache) != (name in widths):
                     wanted = "a Cache" if name in widths else "None in such a layer"
@@ -370,9 +388,12 @@ class LatentAttention:
         b, s = x.shape[:2]
         self._fits(cache, lengths)
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
-        kept, seen = kept_at(first, lengths, s), Span.causal(s, first) & Span.lengths(lengths)
-        out = self._attended(params, x, counted(first, 0, s), seen, (cache, kept), shared, indices, options)
-        return out._replace(y=jnp.where(kept[..., None] >= 0, out.y, 0))
+        new, seen = (
+            _New(cache, kept_at(first, lengths, s), first, lengths),
+            Span.causal(s, first) & Span.lengths(lengths),
+        )
+        out = self._attended(params, x, counted(first, 0, s), seen, new, shared, indices, options)
+        return out._replace(y=jnp.where(new.kept[..., None] >= 0, out.y, 0))
 
     def _attended(
         self,
@@ -380,28 +401,29 @@ class LatentAttention:
         x: jax.Array,
         positions: jax.Array,
         seen: Span,
-        kept: tuple[LayerCache, jax.Array] | None,
+        new: "_New | None",
         shared: Shared | None,
         given: jax.Array | None,
         options: Mapping[str, Any],
     ) -> Output:
-        """Tokens at positions, of which each sees some keys; kept: the cache, and where in it these tokens go."""
+        """Tokens at positions, of which each sees some keys."""
         weights = {name: w if name == "indexer" else w.astype(x.dtype) for name, w in params.items() if name != "sink"}
         kv = x @ weights["wkv"]
         kv = jnp.concatenate(
             [rms_norm(kv[..., : self.latent], params["kv_norm"], self.eps), kv[..., self.latent :]], -1
         )
-        held: Any = rope(kv, positions, self.rope)
+        held: Any = kv if self.rope is None else rope(kv, positions, self.rope)
         c, cache = x, None
         if self.q_rank:
             c = rms_norm(x @ weights["wq_a"], params["q_norm"], self.eps)
         q = jnp.einsum("bsr,rhd->bshd", c, weights["wq_b" if self.q_rank else "wq"])
         q_latent = jnp.einsum("bshn,lhn->bshl", q[..., : self.nope], weights["w_uk"])
-        q = rope(jnp.concatenate([q_latent, q[..., self.nope :]], -1), positions, self.rope)
-        if kept is not None:
-            cache = kept[0]._replace(window=kept[0].window.append(held, kept[1]))
+        q = jnp.concatenate([q_latent, q[..., self.nope :]], -1)
+        q = q if self.rope is None else rope(q, positions, self.rope)
+        if new is not None:
+            cache = new.cache._replace(window=new.cache.window.append(held, new.kept))
             held = cache.window
-        chosen, cache = self._chosen(params, x, c, positions, seen, kept, cache, given)
+        chosen, cache = self._chosen(params, x, c, positions, seen, new, cache, given)
         options = {"d_v": self.latent, "sink": params.get("sink"), "scale": self._scale, **options}
         with jax.named_scope("attention"):
             if not self.sparse:
@@ -419,7 +441,7 @@ class LatentAttention:
 
     @property
     def _scale(self) -> float:
-        return _check.scale(_OP, self.scale, self.nope + self.rope.dims)
+        return _check.scale(_OP, self.scale, self.nope + self.turned)
 
     def _chosen(
         self,
@@ -428,26 +450,46 @@ class LatentAttention:
         c: jax.Array,
         positions: jax.Array,
         seen: Span,
-        kept: tuple[LayerCache, jax.Array] | None,
+        new: "_New | None",
         cache: LayerCache | None,
         given: jax.Array | None,
     ) -> tuple[jax.Array | None, LayerCache | None]:
         """The given choice or the indexer's, None of a layer with neither; and the cache with the indexer's keys."""
         if self.indexer is None:
             return given, cache
-        its = params["indexer"]
-        keys: Any = self.indexer.keys(its, x, positions, self.rope)
-        if kept is not None:
-            assert cache is not None and cache.keys is not None
-            keys = cache.keys.append(keys, kept[1])
-            cache = cache._replace(keys=keys)
+        indexer, its, pool = self.indexer, params["indexer"], self.indexer.pool
+        keys: Any
+        if new is None:
+            keys = _pooled_keys.of_prompt(indexer, its, x) if pool else indexer.keys(its, x, positions, self.rope)
+        else:
+            assert cache is not None and new.cache.keys is not None
+            if pool:
+                cache = _pooled_keys.extended(indexer, its, x, cache, new.kept, new.first, new.lengths)
+            else:
+                keys = indexer.keys(its, x, positions, self.rope)
+                cache = cache._replace(keys=new.cache.keys.append(keys, new.kept))
+            keys = cache.keys
         if given is not None:
             return given, cache
-        q, weights = self.indexer.queries(its, x, c, positions, self.rope)
-        n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-        found = lightning_indexer(q, keys, weights, min(self.indexer.topk, n), span=seen)
+        q, weights = indexer.queries(its, x, c, positions, self.rope)
+        n, most = keys.capacity if isinstance(keys, Cache) else keys.shape[1], indexer.topk
+        if pool:
+            most, seen = most // pool, Span.compressed(x.shape[1], pool, 0 if new is None else new.first)
+        found = lightning_indexer(q, keys, weights, max(min(most, n), 1), span=seen)
         assert isinstance(found, jax.Array)  # because no scores are asked for
-        return found, cache
+        return _pooled_keys.tokens(indexer, found, positions) if pool else found, cache
+
+
+class _New(NamedTuple):
+    """Tokens after cached ones."""
+
+    cache: LayerCache
+    kept: jax.Array
+    """int32 `[b, s]`: their positions, -1 for padding"""
+    first: jax.Array
+    """int32 `[b]`"""
+    lengths: jax.Array
+    """int32 `[b]`"""
 
 
 def _sparse(
