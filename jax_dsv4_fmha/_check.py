@@ -187,6 +187,18 @@ def index(op: str, name: str, x: Any, n: Any) -> jax.Array | int:
     return x if is_array else int(x)
 
 
+def d_v(op: str, x: Any, d: Any, v: Any = None) -> int | None:
+    """The number of K's numbers that are V, an int of 1 to d; None for all. v: the caller's V, which is then None."""
+    if x is None:
+        return None
+    n: int = integer(op, "d_v", x, 1)
+    if v is not None:
+        raise error(ValueError, op, "d_v", n, "None with v: V is as wide as v is")
+    if not n <= d:
+        raise error(ValueError, op, "d_v", n, f"an int of 1 to d={d}: V is the first d_v numbers of K")
+    return None if n == d else n
+
+
 def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool]) -> float:
     """A finite number that fits, known while tracing; `wanted` says in words which ones do."""
     wanted += ", known while tracing"
