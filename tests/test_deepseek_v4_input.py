@@ -299,7 +299,7 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
     """Wrong ones are refused before the model is there; good ones of any type are what batches have."""
     path = tmp_path / "tokens.npy"
     path.write_bytes(tokens) if isinstance(tokens, bytes) else np.save(path, tokens)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=f"tokens.npy.*: {message}|tokens.npy{message}|tokens.npy, {message}"):
         train.main(tokens=str(path), steps=1, b=2, s=16)
 
@@ -315,7 +315,7 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
     ids=str,
 )
 def test_numbers_of_a_training(how, message, monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=message):
         train.main(**how)
 
@@ -346,7 +346,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
     for name in [x for x in sys.modules if x.split(".")[0] == package or x == "examples.deepseek_v4.endpoint"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(
         SystemExit, match=rf"--port: got no package {package}, wanted those of `pip install '\.\[http\]'`"
     ):
@@ -374,7 +374,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
     ids=str,
 )
 def test_options_are_checked_first(how, message, monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=message):
         serve.main([], **how)
 

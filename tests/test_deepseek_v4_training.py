@@ -154,7 +154,7 @@ def test_no_copy_of_a_state(axes):
 
 
 def test_what_learns(monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     model = common.model_of(None)
     names = jax.tree_util.tree_leaves_with_path(train.learning(model, "0/attention/sink$|^head"))
     assert [jax.tree_util.keystr(path) for path, x in names if x] == ["['head']", "['layers'][0]['attention']['sink']"]

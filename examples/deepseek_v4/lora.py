@@ -47,13 +47,10 @@ def init(model: Model, rank: int, only: str = "", seed: int = 0) -> Adapter:
 
 
 def sizes(model: Model, layer: int) -> dict[str, tuple[int, int]]:
-    """The sizes of a layer's matrices: how many numbers each takes, and how many it makes."""
-    shapes = {
-        name: x.shape
-        for name, x in jax.eval_shape(model.layers[layer].init, jax.random.key(0)).items()
-        if name in MATRICES
-    }
-    return {name: (math.prod(x[: MATRICES[name][0]]), math.prod(x[MATRICES[name][0] :])) for name, x in shapes.items()}
+    """The count of numbers that each of a layer's matrices takes, and of those that it makes."""
+    params = jax.eval_shape(model.layers[layer].init, jax.random.key(0))
+    shapes = {name: (params[name].shape, n) for name, (n, _) in MATRICES.items() if name in params}
+    return {name: (math.prod(x[:n]), math.prod(x[n:])) for name, (x, n) in shapes.items()}
 
 
 def merged(attention: dict[str, Any], adapter: dict[str, dict[str, Any]]) -> dict[str, Any]:
