@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, data, engram, load, metrics, serve, speed, train
+from examples.deepseek_v4 import choices, common, data, engram, load, metrics, serve, speed, train, whole
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import FIXED, Model
 from examples.serving import Request, Server
@@ -189,6 +189,33 @@ def test_speed(tmp_path, capsys):
         of = row["ms"]
         assert row["all"] == pytest.approx(of["window"] + 2 * of["ratio 4"] + of["ratio 16"] + of["head"])
     assert "chunk of 16, 32 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_whole(tmp_path, capsys):
+    """Over two devices: a row for each piece of work, of parameters whose experts lie apart."""
+    kinds = [f"{common.KINDS[i]}_attention" for i in (0, 1, 2, 1)]
+    config = common.small() | {"num_hidden_layers": 4, "layer_types": kinds, "num_hash_layers": 1}
+    config |= {"hidden_size": 256, "moe_intermediate_size": 256}
+    file, works = tmp_path / "whole.json", {"contexts": (32, 64), "sequences": (1, 2), "chunk": 16}
+    rows = whole.main(config=config, **works, calls=1, expert=2, file=str(file))
+    steps = ["step, b 1, 32 tokens", "step, b 2, 32 tokens", "step, b 1, 64 tokens"]
+    assert [row["work"] for row in rows] == [*steps, "chunk of 16, 32 tokens", "chunk of 16, 64 tokens"]
+    assert json.loads(file.read_text())["rows"] == rows and "chunk of 16, 64 tokens" in capsys.readouterr().out
+    model = Model.from_config(config)
+    with common.mesh_of(1, 2, data=1) as mesh:
+        params = whole.parameters(model, mesh)
+        text = whole.program(model, params, mesh, speed.Work(32, 1, 1), jnp.dtype("float32"))[0].as_text()
+    assert {"attention", "moe", "connections", "rest"} <= set(whole.parts_by_operation(text).values())
+    wanted = whole.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
+    found = whole.thinned(params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    for layer in params["layers"]:
+        assert all(x.sharding.spec[0] == "expert" for x in jax.tree.leaves((layer["moe"]["w13"], layer["moe"]["w2"])))
+    gates = [np.asarray(layer["moe"]["gate"]) for layer in params["layers"]]
+    assert not np.array_equal(gates[1], gates[3])
+    with pytest.raises(ValueError, match="--parts: got cpu, wanted GPUs"):
+        whole.main(config=config, **works, parts=True)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """examples/deepseek_v4: texts, tokens, configs and options that come from outside."""
 
 import functools
+import io
 import json
 import random
 import re
@@ -121,6 +122,13 @@ def test_words(words):
     assert said(numbers, [5, 63]) == "5 63 "
     with pytest.raises(ValueError, match=r"prompt: got \d+ as token number \d, wanted integers from 0 to 9"):
         common.Words.encode(type("Few", (), {"tokenizer": words.tokenizer, "vocabulary": 10})(), "the fox")
+    with pytest.raises(ValueError, match=r"prompt: got '\\udcff' as character number 4, wanted a text in UTF-8"):
+        words.encode("the \udcff")
+
+
+def test_bytes_that_are_no_text_are_one_line_s(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"5 6\n\xff\n7\n"), "utf-8"))
+    assert list(serve.standard_input()) == ["5 6\n", "\udcff\n", "7\n"]
 
 
 @pytest.mark.parametrize(
@@ -356,6 +364,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
             {"kept": "float8_e4m3fn"},
             "--fp8 and --fp4: got head_dim 32, wanted a model whose entries have 512 dimensions",
         ),
+        ({"kept": "float8_e4m3fn", "speculate": 2}, "--fp8 and --fp4: got head_dim 32, wanted a model whose entries"),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),
         (
             {"tensor": 3, "expert": 3},

@@ -189,6 +189,8 @@ REFUSED = [
     (b'{"model": "counting", "prompt": "5", "max_tokens": 1' + b"0" * 400 + b"}", "max_tokens: got |the body"),
     (b'{"model": "counting", "prompt": [1' + b"0" * 400 + b"]}", "prompt: got |the body"),
     (b'{"model": "counting", "prompt": "\\ud800"}', "the body|prompt: got"),
+    (b'{"model": "counting", "prompt": "5", "max_tokens": 1, "max_tokens": 2}', "the body: max_tokens is there twice"),
+    (b'{"model": "counting", "prompt": "5", "metadata": {"a": 1, "a": 2}}', "the body: a is there twice"),
     ({"temperature": -1}, "temperature: got -1, wanted it to be greater than or equal to 0"),
     ({"temperature": 2.1}, "temperature: got 2.1, wanted it to be less than or equal to 2"),
     ({"temperature": "1"}, "temperature: got '1', wanted it to be a valid number"),

@@ -1,6 +1,5 @@
 """The indexer, and whole layers."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from .peers import beside
@@ -157,35 +156,15 @@ def experts() -> str:
     return wrapped(about) + "\n\n" + table(head, rows)
 
 
-def products_in_steps() -> str:
-    """What these kernels changed in a step, and the fewer launches after that: a row a change."""
-    first, fewer, shared = (PRODUCTS[name] for name in ("steps", "fewer_launches", "shared_memory"))
-    graphs = [
-        _of_kinds(x["in a graph, us a layer"] for x in first),
-        _of_kinds({name: row[name]["in a graph, us a layer"] for name in ("ours", "before")} for row in fewer),
-        _of_kinds(row["in a graph, us a layer"] for row in shared),
-    ]
-    alone = _of_kinds({name: row[name]["one by one, us"] for name in ("ours", "before")} for row in fewer)
-    launches = [[str(row["launches"]) for row in first[:3]], *_halves([str(row["ours"]["launches"]) for row in fewer])]
-    counts = [" / ".join(found) for found in launches]
-    rows = [
-        ["its products are kernels", counts[0], "–", *graphs[0], "–", "–"],
-        ["norms and index queries are parts of products", *counts[1:], *graphs[1], *alone],
-        ["all kernels ask for the same share of SMEM, and run beside one another", "–", "–", *graphs[2], "–", "–"],
-    ]
-    head = "a step since | launches | in FP8 | in a graph | in FP8 | kernels one by one | in FP8"
-    return table(head, rows)
-
-
-def _halves(found: list[str]) -> list[list[str]]:
-    """The kinds of layers in 16 bits, and in FP8."""
-    return [found[:3], found[3:]]
-
-
-def _of_kinds(times: Iterable[dict[str, float]]) -> list[str]:
-    """The share that is left of each kind of layer's time, in 16 bits and in FP8."""
-    shares = [f"{x['ours'] / x['before']:.2f}" for x in times]
-    return [" / ".join(half) for half in _halves(shares)]
+def hyper_connections() -> str:
+    """What is between two sublayers, by how many tokens a call has."""
+    rows = []
+    for row in suite(EXPERTS, "experts"):
+        if row["case"]["op"] == "hyper_connection":
+            least = row["bytes"] / row["copy_bytes_per_s"]
+            rows.append([f"{row['case']['tokens']}", f"{row['bytes'] / 1e6:.0f}", micro(least), micro(ours(row))])
+    about = f"4 streams of 4096 channels, on one {_card(EXPERTS)}:"
+    return about + "\n\n" + table("tokens | MB | least at C, µs | ours, µs", rows)
 
 
 def _card(record: dict[str, Any]) -> str:
@@ -208,11 +187,12 @@ def layer_stack() -> str:
 
 
 def _elsewhere() -> str:
-    """The same on another card."""
+    """The same on another card, and when both were timed."""
     found = row_of(ON_H100, "43 layers, step after 16384, b64")["times"]
     kernels, graph, at_once = (found[name]["seconds"] * 1e3 for name in ("ours", "graph", "at once"))
-    return wrapped(f"""On an {_card(ON_H100)}, whose memory is slower, the 43 layers have {found["ours"]["launches"]} launches and take {kernels:.2f} ms kernel
-    by kernel, {graph:.2f} in a graph, {at_once:.2f} with `STEP_OPTIONS`.""")
+    here, there = (record["date"][:10] for record in (STACKS, ON_H100))
+    return wrapped(f"""The table is an {_card(STACKS)}'s, of {here}. On an {_card(ON_H100)}, whose memory is slower, on {there}, the 43 layers
+    had {found["ours"]["launches"]} launches and took {kernels:.2f} ms kernel by kernel, {graph:.2f} in a graph, {at_once:.2f} with `STEP_OPTIONS`.""")
 
 
 def long_prompts() -> str:

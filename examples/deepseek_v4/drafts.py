@@ -93,7 +93,7 @@ class DSpark:
 
     @property
     def layers(self) -> tuple[DSV4Attention, ...]:
-        """Those of the model."""
+        """The model's own, without those for drafts."""
         return self.model.layers
 
     def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:

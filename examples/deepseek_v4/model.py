@@ -317,12 +317,17 @@ class Model:
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     def logits(self, params: Any, streams: "Streams") -> jax.Array:
+        """float32 `[b, s, vocabulary]`."""
+        x = self.last(params, streams)
+        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+
+    def last(self, params: Any, streams: "Streams") -> jax.Array:
+        """The streams after the last layer as one, normed, `[b, s, hidden]`: what the head multiplies."""
         x, pre, eps = streams.after(), streams.pre, self.layers[0].eps
         if not self.delayed:
             p = params["hc"]
             pre = jax.nn.sigmoid(projected(p["fn"], x, eps) * p["scale"] + p["base"]) + self.hc_eps
-        x = norm(joined(pre, x), params["norm"], eps)
-        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+        return norm(joined(pre, x), params["norm"], eps)
 
     # ---- hyper-connections
 

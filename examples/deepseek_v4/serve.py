@@ -8,6 +8,7 @@ caches are updated in place. With `--port` requests come by HTTP instead (endpoi
 
 import argparse
 import contextlib
+import io
 import queue
 import socket
 import sys
@@ -69,7 +70,7 @@ def main(
             return Request(prompt, wanted, temperature, printer(number, words.stream()), ends)
 
         answers, refused, read, said, began = {}, 0, 0, 0, time.perf_counter()
-        for number, answer in answered(server, sys.stdin if prompts is None else prompts, request_of):
+        for number, answer in answered(server, standard_input() if prompts is None else prompts, request_of):
             if isinstance(answer, Request):
                 read, said = read + len(answer.prompt), said + len(answer.said)
             else:
@@ -138,6 +139,13 @@ def served(
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
         print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
         yield server, words, first, mesh
+
+
+def standard_input() -> Iterable[str]:
+    """The lines of the standard input. A line with a byte that is no character has a surrogate, and is refused."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
 
 
 def progress(text: str) -> None:

@@ -105,14 +105,15 @@ def parameters(model: Model, packed: bool) -> Any:
     if packed:
         e, k, inner = model.experts, model.hidden, model.inner
         moe = params["layers"][0]["moe"]
-        moe |= {"w13": experts_in_mxfp4(e, 2, inner, k), "w2": experts_in_mxfp4(e, k, inner)}
+        key = jax.random.key(2)
+        moe |= {"w13": experts_in_mxfp4(key, e, 2, inner, k), "w2": experts_in_mxfp4(key, e, k, inner)}
     return params
 
 
-def experts_in_mxfp4(*shape: int) -> PackedExperts:
+def experts_in_mxfp4(key: jax.Array, *shape: int) -> PackedExperts:
     """Random matrices `[e, 2, rows, columns]`, gates first, or `[e, rows, columns]`."""
     *rows, columns = shape
-    codes = jax.random.bits(jax.random.key(2), (*rows, columns // 2), jnp.uint8)
+    codes = jax.random.bits(key, (*rows, columns // 2), jnp.uint8)
     return pack_experts(codes, jnp.full((*rows, columns // 32), 120, jnp.uint8))  # 2^-7
 
 

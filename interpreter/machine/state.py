@@ -86,6 +86,7 @@ class AsyncOp:
     left = False  # its CTA has ended, and may have
     ctas: tuple[Cta, ...] = ()  # CTAs that must not end before it is done
     done: bool = False
+    product: tuple[slice, int] | None = None  # as an event has it
     _event: int = -1
 
     def __str__(self) -> str:
@@ -97,12 +98,14 @@ class AsyncOp:
 
     def event(self) -> int:
         if self._event < 0:
-            who = f"{self.kind} of {self.warp.name}"
-            i = self.instruction
-            self._event = self.warp.machine.new_event(
-                Event(self.warp.index, 0, self.number, self.proxy, who, i.line, i.text, self.atomic)
-            )
+            self._event = self.new_event(self.product)
         return self._event
+
+    def new_event(self, product: tuple[slice, int] | None) -> int:
+        who, i = f"{self.kind} of {self.warp.name}", self.instruction
+        return self.warp.machine.new_event(
+            Event(self.warp.index, 0, self.number, self.proxy, who, i.line, i.text, self.atomic, product)
+        )
 
     def completed(self) -> Clock:
         """The knowledge of somebody who learns that it is complete."""
@@ -196,7 +199,7 @@ class Warp:
         self.exited = False
         self.waiting: Wait | None = None
         self.clock, self.released, self.unfenced = (Clock(machine.warp_count) for _ in range(3))
-        self.clock.seen[:, index] = 2, 0, 1
+        self.clock.seen[:, index] = 2, 0, 1, 0
         self.released.seen[2, index] = 1  # what a relaxed arrival releases: all before the last fence
         # unfenced: what a relaxed wait was told, and is known from the next fence on
         self.held: dict[int, tuple[object, bool]] = {}  # slot -> (operation, whether it writes it)

@@ -80,7 +80,8 @@ def from_state_dict(
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
-        bits is not e4m3, or has no scales, those of other blocks, or NaN or inf among them; another tensor has scales.
+        bits is not e4m3, or has no scales, those of other blocks, or some that are not finite or not above 0; another
+        tensor has scales.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
 
     Examples:
@@ -256,6 +257,8 @@ def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         raise _check.error(ValueError, _OP, name, "scales that are NaN or inf", "finite ones")
     for block in (128, 32):
         if x.ndim == 2 and scale.shape == tuple(-(-n // block) for n in x.shape):
+            if scale.size and scale.min() <= 0:
+                raise _check.error(ValueError, _OP, name, f"scales down to {scale.min():g}", "scales above 0")
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)
             return x * whole[: x.shape[0], : x.shape[1]]
     raise _check.error(

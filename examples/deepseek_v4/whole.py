@@ -1,0 +1,244 @@
+"""Times a whole DeepSeek-V4 over the GPUs that are here: `python -m examples.deepseek_v4.whole [CHECKPOINT]`.
+
+Parameters are random numbers in a checkpoint's form, with routed experts in MXFP4, made where they lie: V4-Flash takes
+seconds, and two GPUs of 140 GB hold it. A checkpoint is read for its config.json alone. Steps and chunks are the
+programs that `serve` runs, without its host: of many calls, each of which waits for the one before, the median. With
+--parts a second table says where the devices' time goes, by the profiler: each part's share of a call, in ms of one
+device, and the time in which no kernel runs. A program for it has no CUDA graphs, through which the profiler does not
+see.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha.layers import STEP_OPTIONS
+
+from . import common, speed
+from .model import Caches, Model
+from .serve import progress
+from .speed import CHUNK, FLASH, Work
+
+CONTEXTS = (8192, 131072, 1 << 20)
+SEQUENCES = (1, 8, 64, 256)
+PARTS = ("indexer", "compressor", "attention", "connections", "moe", "norm", "append")
+"""scopes of the model, of which an operation is a part of the innermost"""
+EXPERTS = re.compile(r"group_rows|grouped_product")
+COLLECTIVES = re.compile(r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective")
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": "10000"}
+
+
+def main(
+    checkpoint: str | None = None,
+    config: dict[str, Any] = FLASH,
+    contexts: Sequence[int] = CONTEXTS,
+    sequences: Sequence[int] = SEQUENCES,
+    chunk: int = CHUNK,
+    calls: int = 20,
+    kept: str | None = None,
+    parts: bool = False,
+    expert: int = 1,
+    file: str | None = None,
+) -> list[dict[str, Any]]:
+    """Prints each time once it is there, then the tables, and returns their rows.
+
+    Args:
+      config: where there is no checkpoint.
+      kept: the dtype of packed caches, by its name; None keeps what the model computes with.
+    """
+    model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
+    if model.delayed or model.engrams is not None:
+        raise NotImplementedError("V4.1: got a model with tables of engrams, wanted V4's, whose parameters this makes")
+    if parts and jax.default_backend() != "gpu":
+        raise ValueError(f"--parts: got {jax.default_backend()}, wanted GPUs, whose kernels the profiler sees")
+    works = [Work(context, b, 1) for context in contexts for b in sequences if b == 1 or context == contexts[0]]
+    works += [Work(context, 1, chunk) for context in contexts if context >= chunk]
+    rows: list[dict[str, Any]] = []
+    with common.mesh_of(1, expert, data=1) as mesh:
+        progress("making random parameters")
+        params = parameters(model, mesh)
+        progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
+        for work in works:
+            what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
+            rows.append({"work": str(work), **of_work(*what, calls)})
+            if parts:
+                rows[-1]["parts"] = parts_of(*what)
+            progress(f"{work}: {rows[-1]['ms']:.3f} ms, compiled in {rows[-1]['compiled in s']:.1f} s")
+            if file:
+                about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
+                Path(file).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    heads = ("ms", "tokens/s", "compiled in s")
+    print(" " * 32, *(f"{head:>14}" for head in heads))
+    for row in rows:
+        print(f"{row['work']:32}", *(f"{row[head]:14.3f}" for head in heads))
+    if parts:
+        names = sorted({name for row in rows for name in row["parts"]})
+        print("\n" + " " * 32, *(f"{name:>12}" for name in names))
+        for row in rows:
+            print(f"{row['work']:32}", *(f"{row['parts'].get(name, 0):12.3f}" for name in names))
+    return rows
+
+
+def parameters(model: Model, mesh: Mesh) -> dict[str, Any]:
+    """Random parameters for `step` and `read`, with MXFP4 experts; each device makes its own part."""
+    dtype, here = common.compute_dtype(), lambda spec: NamedSharding(mesh, spec)
+    programs: dict[Any, Callable[..., Any]] = {}
+    shape = model.experts, model.hidden, model.inner
+
+    def experts(key: jax.Array) -> dict[str, Any]:
+        (e, k, inner), (first, second) = shape, jax.random.split(key)
+        return {"w13": speed.experts_in_mxfp4(first, e, 2, inner, k), "w2": speed.experts_in_mxfp4(second, e, k, inner)}
+
+    make_experts = jax.jit(experts, out_shardings=here(P("expert")))
+    params: dict[str, Any] = {"layers": [], "routing": []}
+    for i, layer in enumerate(model.layers):
+        few = dataclasses.replace(model, layers=(layer,), hashed=int(i < model.hashed), seen=())
+        key = layer, few.hashed
+        if key not in programs:
+            specs = few.partition()
+            programs[key] = jax.jit(without_experts(few, dtype), out_shardings=jax.tree.map(here, thinned(specs)))
+        made = programs[key](jax.random.fold_in(jax.random.key(0), i))
+        made["layers"][0]["moe"] |= make_experts(jax.random.fold_in(jax.random.key(1), i))
+        params = {**made, "layers": params["layers"] + made["layers"], "routing": params["routing"] + made["routing"]}
+    return model.joined(params)
+
+
+def without_experts(model: Model, dtype: Any) -> Callable[[jax.Array], dict[str, Any]]:
+    return lambda key: thinned(model.init(key, dtype))
+
+
+def thinned(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters, or what stands for them, without the routed experts' matrices."""
+    thin = [{**p, "moe": {k: x for k, x in p["moe"].items() if k not in ("w13", "w2")}} for p in params["layers"]]
+    return {**params, "layers": thin}
+
+
+def program(
+    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, **options: str
+) -> tuple[Any, Caches, tuple[Any, ...], float]:
+    """A compiled call, full caches, what it takes besides, and the seconds that it took to compile."""
+    everywhere = NamedSharding(mesh, P())
+    make = lambda: speed.random(model.cache(work.b, work.context, dtype))  # noqa: E731
+    caches = jax.jit(make, out_shardings=everywhere)()
+    tokens = jax.random.randint(jax.random.key(0), (work.b, work.tokens), 0, model.vocabulary, jnp.int32)
+    lengths = jnp.full(work.b, work.context, jnp.int32)
+    f: Callable[..., Any] = model.step if work.tokens == 1 else model.read
+    given = (tokens[:, 0], lengths) if work.tokens == 1 else (tokens, lengths - work.tokens, lengths)
+    operands: tuple[Any, ...] = jax.device_put(given, everywhere)
+    if jax.default_backend() == "gpu":
+        options = {**(STEP_OPTIONS if work.tokens == 1 else {}), **options}
+    began = time.perf_counter()
+
+    def call(params: Any, caches: Caches, *operands: Any) -> Any:
+        return f(params, operands[0], caches, *operands[1:])
+
+    jitted = jax.jit(call, donate_argnums=1, out_shardings=(None, everywhere), compiler_options=options or None)
+    compiled = jitted.lower(params, caches, *operands).compile()
+    return compiled, caches, operands, time.perf_counter() - began
+
+
+def of_work(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int) -> dict[str, Any]:
+    """The median of three times so many calls, and what compiling took."""
+    f, caches, operands, seconds = program(model, params, mesh, work, dtype)
+    calls = calls if work.tokens == 1 else max(1, calls // 5)
+    found: list[float] = []
+    for _ in range(4):
+        began = time.perf_counter()
+        for _ in range(calls if found else 2):
+            logits, caches = f(params, caches, *operands)
+        jax.block_until_ready(logits)
+        found.append((time.perf_counter() - began) / calls * 1e3)
+    ms = statistics.median(found[1:])
+    return {"ms": ms, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
+
+
+def parts_of(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int = 5) -> dict[str, float]:
+    """ms of one device by part of the model, the mean over devices and calls; "idle": none of its kernels runs."""
+    options = NO_GRAPHS if jax.default_backend() == "gpu" else {}
+    f, caches, operands, _ = program(model, params, mesh, work, dtype, **options)
+    part_of = parts_by_operation(f.as_text() or "")
+    tracing = jax.profiler.ProfileOptions()
+    tracing.host_tracer_level = tracing.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for trace in (False, True):
+            if trace:
+                jax.profiler.start_trace(folder, profiler_options=tracing)
+            for _ in range(calls):
+                logits, caches = f(params, caches, *operands)
+            jax.block_until_ready(logits)
+        jax.profiler.stop_trace()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+        found: dict[str, float] = defaultdict(float)
+        for plane in profile.planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            events = sorted(
+                (event.start_ns, event.duration_ns, event.name, str(dict(event.stats).get("hlo_op", "")))
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            )
+            end = events[0][0] if events else 0
+            for start, ns, name, operation in events:
+                part = part_of.get(operation, "rest")
+                for kernels, its in ((EXPERTS, "experts"), (COLLECTIVES, "collectives")):
+                    part = its if kernels.search(f"{name} {operation}") else part
+                found["idle"] += max(0, start - end)
+                found[part] += max(0, start + ns - max(start, end))
+                end = max(end, start + ns)
+    return {part: ns / 1e6 / calls / mesh.size for part, ns in found.items()}
+
+
+def parts_by_operation(text: str) -> dict[str, str]:
+    """The part of each operation of a compiled program's text: the innermost of `PARTS` in its op_name."""
+    found = {}
+    for name, path in re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', text, re.M):
+        scopes = [scope for scope in path.split("/") if scope in PARTS]
+        found[name] = scopes[-1] if scopes else "rest"
+    return found
+
+
+def arguments() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
+    number = common.at_least(1)
+    shown = ", ".join(map(str, CONTEXTS))
+    parser.add_argument("--contexts", type=number, nargs="+", default=CONTEXTS, help=f"tokens (default: {shown})")
+    parser.add_argument(
+        "--sequences",
+        type=number,
+        nargs="+",
+        default=SEQUENCES,
+        help="of a step at the first context; at others there is one (default: 1, 8, 64, 256)",
+    )
+    parser.add_argument("--chunk", type=number, default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})")
+    parser.add_argument("--calls", type=number, default=20, help="that a time is the mean of (default: 20)")
+    parser.add_argument("--fp8", dest="kept", action="store_const", const="float8_e4m3fn", help="caches in FP8")
+    parser.add_argument("--parts", action="store_true", help="also where the devices' time goes; compiles twice")
+    parser.add_argument(
+        "--expert", type=number, default=1, help="devices that share out experts and heads (default: 1)"
+    )
+    parser.add_argument("--json", dest="file", help="a file for the same numbers")
+    common.option_compiled(parser)
+    found = vars(parser.parse_args())
+    if found["checkpoint"] is None and jax.default_backend() == "cpu":
+        parser.error("V4-Flash's sizes want GPUs, and there is none here; give a directory with a smaller config.json")
+    return found
+
+
+if __name__ == "__main__":
+    common.run(main, **arguments())
