@@ -18,7 +18,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ from examples.serving import Request, Server
 
 from . import common, serve
 
+CONCURRENCY = (1, 16, 64, 256)
 ALPHABET = 64
 """random tokens are below it where the model is elsewhere, and its vocabulary is not known"""
 
@@ -184,7 +185,7 @@ def asked(url: str, model: str, prompt: list[int], n_out: int, temperature: floa
     """
     how = {"max_tokens": n_out, "temperature": temperature, "ignore_eos": True, "stream": True}
     body = {"model": model, "prompt": prompt, "stream_options": {"include_usage": True}, **how}
-    connection, began, times, usage = connected(url), time.perf_counter(), list[float](), {}
+    connection, began, times, usage = connected(url), time.perf_counter(), list[float](), dict[str, int]()
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -228,7 +229,7 @@ def model_at(url: str) -> str:
 
 def main(
     checkpoint: str | None = None,
-    concurrency: list[int] = [1, 16, 64, 256],  # noqa: B006
+    concurrency: Sequence[int] = CONCURRENCY,
     n_in: int = 8192,
     n_out: int = 1024,
     requests: int = 0,
@@ -280,7 +281,7 @@ def main(
 def arguments() -> dict:
     parser = common.parser(__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--concurrency", type=common.at_least(1), nargs="+", default=[1, 16, 64, 256], help="default: 1 16 64 256")
+    add("--concurrency", type=common.at_least(1), nargs="+", default=CONCURRENCY, help="default: 1 16 64 256")
     add("--input", dest="n_in", type=common.at_least(1), default=8192, help="tokens of a prompt (default: 8192)")
     add("--output", dest="n_out", type=common.at_least(1), default=1024, help="tokens to say (default: 1024)")
     add("--requests", type=common.at_least(0), default=0, help="of a row (default: twice the concurrency, at least 4)")
