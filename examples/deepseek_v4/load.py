@@ -31,8 +31,6 @@ from examples.serving import Request, Server
 from . import common, serve
 
 CONCURRENCY = (1, 16, 64, 256)
-ALPHABET = 64
-"""random tokens are below it where the model is elsewhere, and its vocabulary is not known"""
 
 
 class Timed(NamedTuple):
@@ -237,6 +235,7 @@ def main(
     temperature: float = 0.0,
     seed: int = 0,
     url: str | None = None,
+    vocabulary: int = 64,
     devices: int = 0,
     file: str | None = None,
     **how: Any,
@@ -245,6 +244,7 @@ def main(
 
     Args:
       requests: of each row; 0 is twice the concurrency, and at least 4.
+      vocabulary: random tokens are below it, with a URL.
       devices: by which rates are divided; 0 is those of this process, or 1 with a URL.
       how: of `serve.served`.
     """
@@ -267,7 +267,7 @@ def main(
                 Path(file).write_text(json.dumps({**about, "devices": devices, "rows": rows}, indent=1) + "\n")
 
     if url is not None:
-        measured(by_http, (url, model_at(url)), ALPHABET, devices or 1)
+        measured(by_http, (url, model_at(url)), vocabulary, devices or 1)
         return rows
     how["places"] = how.get("places") or max(concurrency)
     how["room"] = how.get("room") or n_in + n_out
@@ -288,7 +288,10 @@ def arguments() -> dict:
     add("--minutes", type=float, default=0.0, help="that a row lasts, in place of a number of requests")
     add("--temperature", type=float, default=0.0, help="default: 0")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    add("--url", help="of an endpoint, such as http://127.0.0.1:8000; its model, and no other option, counts then")
+    add("--url", help="of an endpoint, such as http://127.0.0.1:8000; its model counts then, and no option of a server")
+    add(
+        "--vocabulary", type=common.at_least(1), default=64, help="random tokens are below it, with --url (default: 64)"
+    )
     add("--devices", type=common.at_least(0), default=0, help="that rates are divided by (default: the server's)")
     add("--json", dest="file", help="a file for the same numbers")
     places, room = (0, "the greatest concurrency"), (0, "input and output")
