@@ -62,6 +62,15 @@ class Caches(NamedTuple):
         """Place `target` at the token where place `source` is: see `LayerCache.fork`."""
         return self._each(lambda cache: cache.fork(source, target))
 
+    def take(self, places: jax.Array) -> "Caches":
+        """The caches of some places alone: see `LayerCache.take`."""
+        return self._each(lambda cache: cache.take(places))
+
+    def put(self, places: jax.Array, taken: "Caches") -> "Caches":
+        """The caches of all places with what came of those."""
+        is_one = lambda x: isinstance(x, LayerCache | History)  # noqa: E731
+        return jax.tree.map(lambda cache, new: cache.put(places, new), self, taken, is_leaf=is_one)
+
     def _each(self, f: Callable[[Any], Any]) -> "Caches":
         return jax.tree.map(f, self, is_leaf=lambda x: isinstance(x, LayerCache | History))
 
