@@ -30,7 +30,7 @@ class LayerCache(NamedTuple):
     """
 
     window: Cache
-    """the last latents, a ring"""
+    """the last latents, a ring; of a `LatentAttention` all keys"""
     compressed: Cache | None = None
     """the compressor's entries"""
     tokens: Cache | RunningSums | None = None
