@@ -188,7 +188,7 @@ def index(op: str, name: str, x: Any, n: Any) -> jax.Array | int:
 
 
 def d_v(op: str, x: Any, d: Any, v: Any = None) -> int | None:
-    """How many numbers of K are V, an int of 1 to d, or None where all are; v: the caller's V, which then is None."""
+    """The number of K's numbers that are V, an int of 1 to d; None for all. v: the caller's V, which is then None."""
     if x is None:
         return None
     n: int = integer(op, "d_v", x, 1)

@@ -359,9 +359,10 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
     """Contracts the last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d]. No key touches a row that
     does not see it (visible [b, 1, n, 1, k]).
 
-    A probability of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
-    keys.
+    A probability of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row that sees
+    such a key get its own keys. The others have the bits that they have without it.
     """
+    finite_y = jnp.isfinite(y)
 
     def dot(x: jax.Array, y: jax.Array) -> jax.Array:
         return lax.dot_general(x, y, (((x.ndim - 1,), (axis,)), ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)
@@ -371,9 +372,11 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
         return dot(x, jnp.where(jnp.moveaxis(visible, -1, -2), y, 0))
 
     def row_by_row() -> jax.Array:
-        return jnp.moveaxis(lax.map(row, (jnp.moveaxis(x, 2, 0), jnp.moveaxis(visible, 2, 0))), 0, 2)
+        rows = jnp.moveaxis(lax.map(row, (jnp.moveaxis(x, 2, 0), jnp.moveaxis(visible, 2, 0))), 0, 2)
+        sees = jnp.any(visible & ~finite_y.all(-1)[:, :, None, None], -1, keepdims=True)
+        return jnp.where(sees, rows, dot(x, jnp.where(finite_y, y, 0)))
 
-    clean = jnp.all(jnp.isfinite(y))
+    clean = jnp.all(finite_y)
     contracted: jax.Array = lax.cond(clean, lambda: dot(x, jnp.where(clean, y, 0)), row_by_row)
     return contracted
 

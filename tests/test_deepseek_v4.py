@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, data, engram, metrics, serve, speed, train, whole
+from examples.deepseek_v4 import choices, common, data, engram, load, metrics, serve, speed, train, whole
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import FIXED, Model
 from examples.serving import Request, Server
@@ -299,6 +299,7 @@ def test_sizes_of_models(name, moe, everything, active):
             ),
         ),
         (train, ("checkpoint", "--expert", "--remat", "--keep", "--coordinator")),
+        (load, ("--concurrency", "--input", "--output", "--url", "--minutes", "--readers", "--fp8")),
         (data, ("--to", "--vocabulary")),
         (metrics, ("--plot",)),
     ],

@@ -85,7 +85,7 @@ def test_texts_that_make_no_shards(name, text, how, message, tmp_path):
 
 def test_shards_that_are_refused(shards, tmp_path, monkeypatch):
     """Before the model is made, if they say it; and otherwise when the row is read that has a wrong token."""
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     for how, message in (
         ({"tokens": str(tmp_path), "s": 4}, r"got no shards\.json"),
         ({"tokens": str(shards), "s": 20}, "got no shard of 20 tokens"),
@@ -110,7 +110,7 @@ def test_shards_that_are_refused(shards, tmp_path, monkeypatch):
 
 def test_what_shards_need_is_asked_for_first(shards, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(SystemExit, match=r"--tokens: got no package grain, wanted .*pip install '\.\[examples\]'"):
         train.main(tokens=str(shards), s=4)
 
@@ -157,7 +157,7 @@ def test_states(tmp_path):
 
 
 def test_batches_that_devices_cannot_share(monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match="b: got 6, wanted a multiple of 4, over which data shares it out"):
         train.main(b=6, data=4)
 

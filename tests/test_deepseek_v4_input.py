@@ -1,6 +1,7 @@
 """examples/deepseek_v4: texts, tokens, configs and options that come from outside."""
 
 import functools
+import io
 import json
 import random
 import re
@@ -121,6 +122,13 @@ def test_words(words):
     assert said(numbers, [5, 63]) == "5 63 "
     with pytest.raises(ValueError, match=r"prompt: got \d+ as token number \d, wanted integers from 0 to 9"):
         common.Words.encode(type("Few", (), {"tokenizer": words.tokenizer, "vocabulary": 10})(), "the fox")
+    with pytest.raises(ValueError, match=r"prompt: got '\\udcff' as character number 4, wanted a text in UTF-8"):
+        words.encode("the \udcff")
+
+
+def test_bytes_that_are_no_text_are_one_line_s(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"5 6\n\xff\n7\n"), "utf-8"))
+    assert list(serve.standard_input()) == ["5 6\n", "\udcff\n", "7\n"]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +299,7 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
     """Wrong ones are refused before the model is there; good ones of any type are what batches have."""
     path = tmp_path / "tokens.npy"
     path.write_bytes(tokens) if isinstance(tokens, bytes) else np.save(path, tokens)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=f"tokens.npy.*: {message}|tokens.npy{message}|tokens.npy, {message}"):
         train.main(tokens=str(path), steps=1, b=2, s=16)
 
@@ -307,7 +315,7 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
     ids=str,
 )
 def test_numbers_of_a_training(how, message, monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=message):
         train.main(**how)
 
@@ -338,7 +346,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
     for name in [x for x in sys.modules if x.split(".")[0] == package or x == "examples.deepseek_v4.endpoint"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(
         SystemExit, match=rf"--port: got no package {package}, wanted those of `pip install '\.\[http\]'`"
     ):
@@ -356,6 +364,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
             {"kept": "float8_e4m3fn"},
             "--fp8 and --fp4: got head_dim 32, wanted a model whose entries have 512 dimensions",
         ),
+        ({"kept": "float8_e4m3fn", "speculate": 2}, "--fp8 and --fp4: got head_dim 32, wanted a model whose entries"),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),
         (
             {"tensor": 3, "expert": 3},
@@ -365,7 +374,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
     ids=str,
 )
 def test_options_are_checked_first(how, message, monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=message):
         serve.main([], **how)
 

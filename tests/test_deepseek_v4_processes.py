@@ -41,11 +41,11 @@ def noted(checkpoint, name, *where):
     read.append(made[0].nbytes if ".experts." in name else 0)
     return made
 
-def loaded(*which):  # over another mesh first, in which each device has its own part of the experts
+def loaded(*which, **how):  # over another mesh first, in which each device has its own part of the experts
     with common.mesh_of(2, 4) as mesh:
         parameters_of(*which[:2], mesh, jnp.float32)
     print("bytes of experts:", sum(read))
-    return parameters_of(*which)
+    return parameters_of(*which, **how)
 
 def dies(log, step, *others):
     if step == lost_at:

@@ -20,7 +20,7 @@ from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import unzigzag, zigzag
 
-from .helpers import collectives
+from .helpers import assert_in_place, collectives
 from .test_deepseek_v4 import assert_close, prompts, small
 
 
@@ -141,8 +141,20 @@ def test_attention_learns_alone(tmp_path):
         assert (np.asarray(x) != np.asarray(want)).any() == bool(learns), path
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "expert": 2}], ids=str)
+def test_no_copy_of_a_state(axes):
+    """A step updates every parameter and moment in place."""
+    sizes = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "dspark_target_layer_ids": [0]}
+    model = Model.from_config({**common.small(), **sizes, "hc_sinkhorn_iters": 1})
+    with common.mesh_of(1, axes.get("expert", 1), data=axes.get("data", 1)) as mesh:
+        trainer = train.Trainer(model, mesh, steps=10, rate=1e-3, remat="but-attention")
+        batch = train.Row(jax.ShapeDtypeStruct((2, 32), jnp.int32, sharding=NamedSharding(mesh, P("data"))), None)
+        assert_in_place(trainer.step.trace(trainer.shapes(), batch))
+
+
 def test_what_learns(monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     model = common.model_of(None)
     names = jax.tree_util.tree_leaves_with_path(train.learning(model, "0/attention/sink$|^head"))
     assert [jax.tree_util.keystr(path) for path, x in names if x] == ["['head']", "['layers'][0]['attention']['sink']"]

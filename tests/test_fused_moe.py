@@ -43,6 +43,38 @@ def test_definition():
     assert off(fused_moe(*operands(x, jnp.float32), limit=LIMIT), wanted(x, round_inner=False)) < 1e-5
 
 
+def test_an_expert_that_is_not_a_number_reaches_its_own_tokens_alone():
+    x = Problem.of([1, 0, 9, 20])
+    spoilt = Problem.of([1, 0, 9, 20])
+    for scales in (spoilt.scales13, spoilt.scales2):
+        scales[:2] = 255  # one that a token chose, and one that nobody did
+    given, _, _, chosen, weights = operands(x, jnp.float32)
+    others = np.asarray(chosen != 0).all(-1)
+    assert 0 < others.sum() < others.size
+
+    def result(of):
+        def f(given, weights):
+            return fused_moe(given, *of.packed, chosen, weights, limit=LIMIT, implementation="reference")
+
+        y, back = jax.vjp(f, given, weights)
+        return y, *back(jnp.ones_like(y))
+
+    for got, want in zip(result(spoilt), result(x), strict=True):
+        np.testing.assert_array_equal(got[others], want[others])
+        assert np.isfinite(want).all() and np.isnan(got[~others]).any()
+
+
+def test_a_weight_of_0_has_a_gradient():
+    given, w13, w2, chosen, weights = operands(Problem.of([3, 4]), jnp.float32)
+
+    def total(weights):
+        return fused_moe(given, w13, w2, chosen, weights, implementation="reference").sum()
+
+    got = jax.grad(total)(jnp.zeros_like(weights))
+    np.testing.assert_allclose(got, jax.grad(total)(weights), rtol=1e-4, atol=1e-4)  # the op is linear in them
+    assert (got != 0).any()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_check_s_cases(case):
     assert case.complaints("reference") == []

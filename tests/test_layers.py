@@ -227,6 +227,28 @@ def test_pages_come_go_and_are_shared(name):
     assert {int(table.max()) for cache in caches if cache.compressed for table in [cache.compressed.block_table]} == {4}
 
 
+def test_a_chunk_of_some_sequences():
+    """Two of three sequences are read alone, beside a row that is none: caches are as if all had been there."""
+    layers, _ = model("v4")
+    table, x, at = np.arange(9, dtype=np.int32).reshape(3, 3), hidden(3, 16), jnp.array([2, 0, 3])
+    caches = [layer.cache(3, 48, jnp.float32, block_table=table, page_tokens=16, pages=9) for layer in layers]
+    caches = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x + 0.5, caches)
+
+    def call(layer, p, x, shared, cache, lengths):
+        return layer(p, x, cache, shared, start=jnp.zeros(3, jnp.int32), lengths=lengths)
+
+    def alone(x, caches):
+        y, taken = stack("v4", call)(x[at], [cache.take(at) for cache in caches], lengths=jnp.array([9, 16, 0]))
+        return y, [cache.put(at, of_some) for cache, of_some in zip(caches, taken, strict=True)]
+
+    (y, got), (want_y, want) = (
+        jax.jit(alone)(x, caches),
+        jax.jit(stack("v4", call))(x, caches, lengths=jnp.array([16, 0, 9])),
+    )
+    np.testing.assert_allclose(y[0, :9], want_y[2, :9], rtol=2e-5, atol=2e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_tables_and_forks_on_a_mesh(kind):
     """A table that is whole on every device is put where the caches' are; forks are not for Explicit batches."""

@@ -130,11 +130,11 @@ def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -
 
 
 def parameters_of(
-    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False
+    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, fused: bool = True
 ) -> dict[str, Any]:
     """The parameters of a directory, as `load` makes them, or random ones."""
     if checkpoint:
-        return load(model, checkpoint, dtype, mesh, on_terminal, packed)
+        return load(model, checkpoint, dtype, mesh, on_terminal, packed, fused)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
     return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
@@ -166,9 +166,15 @@ class Words:
           name: of the text, for errors.
 
         Raises:
-          ValueError: a word is no number, or a token is not in the model's vocabulary.
+          ValueError: a word is no number, a token is not in the model's vocabulary, or the text has a surrogate, as
+            Python makes one of a byte that is no character.
         """
         if self.tokenizer is not None:
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:  # the tokenizer's error is a TypeError that says nothing
+                got = f"{text[e.start]!r} as character number {e.start}"
+                raise ValueError(f"{name}: got {got}, wanted a text in UTF-8") from None
             found = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:
             found = []

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha.layers import DSV4Attention
+
 from .config import Entries
 from .model import Caches, Forward, Model, norm
 from .packed import whole
@@ -88,6 +90,11 @@ class DSpark:
     @property
     def vocabulary(self) -> int:
         return self.model.vocabulary
+
+    @property
+    def layers(self) -> tuple[DSV4Attention, ...]:
+        """The model's own, without those for drafts."""
+        return self.model.layers
 
     def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
         return self.model(params, tokens)

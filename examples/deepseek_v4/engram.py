@@ -36,6 +36,12 @@ class History(NamedTuple):
     def fork(self, source: Any, target: Any) -> "History":
         return History(*(x.at[target].set(x[source]) for x in self))
 
+    def take(self, places: jax.Array) -> "History":
+        return History(*(x[places] for x in self))
+
+    def put(self, places: jax.Array, taken: "History") -> "History":
+        return History(*(x.at[places].set(y, mode="drop") for x, y in zip(self, taken, strict=True)))
+
     def before(self, start: jax.Array) -> jax.Array:
         """The words before position `start` `[b]`, which is not after the end."""
         places = (start - self.end)[:, None] + jnp.arange(self.words.shape[1])

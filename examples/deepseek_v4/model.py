@@ -62,6 +62,15 @@ class Caches(NamedTuple):
         """Place `target` at the token where place `source` is: see `LayerCache.fork`."""
         return self._each(lambda cache: cache.fork(source, target))
 
+    def take(self, places: jax.Array) -> "Caches":
+        """The caches of some places alone: see `LayerCache.take`."""
+        return self._each(lambda cache: cache.take(places))
+
+    def put(self, places: jax.Array, taken: "Caches") -> "Caches":
+        """The caches of all places with what came of those."""
+        is_one = lambda x: isinstance(x, LayerCache | History)  # noqa: E731
+        return jax.tree.map(lambda cache, new: cache.put(places, new), self, taken, is_leaf=is_one)
+
     def _each(self, f: Callable[[Any], Any]) -> "Caches":
         return jax.tree.map(f, self, is_leaf=lambda x: isinstance(x, LayerCache | History))
 
@@ -308,12 +317,17 @@ class Model:
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     def logits(self, params: Any, streams: "Streams") -> jax.Array:
+        """float32 `[b, s, vocabulary]`."""
+        x = self.last(params, streams)
+        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+
+    def last(self, params: Any, streams: "Streams") -> jax.Array:
+        """The streams after the last layer as one, normed, `[b, s, hidden]`: what the head multiplies."""
         x, pre, eps = streams.after(), streams.pre, self.layers[0].eps
         if not self.delayed:
             p = params["hc"]
             pre = jax.nn.sigmoid(projected(p["fn"], x, eps) * p["scale"] + p["base"]) + self.hc_eps
-        x = norm(joined(pre, x), params["norm"], eps)
-        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+        return norm(joined(pre, x), params["norm"], eps)
 
     # ---- hyper-connections
 

@@ -25,11 +25,13 @@ from examples.serving.request import integer, number
 from jax_dsv4_fmha import Span
 from jax_dsv4_fmha.layers import Shared, zigzag
 
-from . import cluster, common
+from . import cluster, common, head, lora
 from . import save as saving
 from .data import Batches, Row, rows_of
+from .head import REST
 from .metrics import Log, Step, recall
 from .model import FIXED, Model, Streams
+from .packed import is_packed
 from .states import States
 
 ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
@@ -41,8 +43,6 @@ POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
 }
 """what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
-REST = ("data", "context")
-"""the mesh axes that share out states beside the model's own"""
 
 
 class State(NamedTuple):
@@ -74,7 +74,11 @@ def losses(
     def ready(params: Any, *path: Any) -> Any:
         """Parameters as the model computes with them: their dtype, and whole over "data" and "context"."""
         spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
-        return jax.tree.map(lambda x, p, s: jax.lax.with_sharding_constraint(x.astype(s.dtype), p), params, spec, shape)
+
+        def one(x: Any, spec: P, shape: Any) -> Any:
+            return x if is_packed(x) else jax.lax.with_sharding_constraint(x.astype(shape.dtype), spec)
+
+        return jax.tree.map(one, params, spec, shape, is_leaf=is_packed)
 
     def shared_out(x: jax.Array) -> jax.Array:
         """Moves what each token has, `[b, s, …]`, to where the token is."""
@@ -97,7 +101,9 @@ def losses(
         def attend(layer, p, x, _, shared):
             return layer(p, x, shared=shared, segment_ids=documents, zigzag=order)
 
-        p = ready(p, "layers", i)
+        adapter = jax.lax.with_sharding_constraint(p.get("lora", {}), P())
+        p = ready({name: x for name, x in p.items() if name != "lora"}, "layers", i)
+        p["attention"] = lora.merged(p["attention"], adapter)
         layer, of_layer = model.layers[i], model.of_layer(i, fixed, rows)
         streams = model.reminded(p, of_layer, streams)
         streams, out, load = model.block(layer, p, of_layer, streams, tokens, None, shared, attend)
@@ -108,7 +114,7 @@ def losses(
             recalled = [recall(layer, out, shared, place, past[layer.ratio])]
         return streams, shared.after(out), jnp.float32(of_indexer), (load, recalled)
 
-    others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}
+    others = {name: ready(x, name) for name, x in learned.items() if name not in ("layers", "head")}
     x, shared, of_indexers, loads, recalls = model.embedded(others, tokens), Shared(), jnp.float32(0), [], []
     for i, p in enumerate(learned["layers"]):
         layer = jax.checkpoint(functools.partial(block, i), policy=policy)
@@ -116,8 +122,8 @@ def losses(
         of_indexers += of_indexer
         loads.append(load)
         recalls += recalled
-    of_each = optax.softmax_cross_entropy_with_integer_labels(model.logits(others, x), following)
-    of_tokens = jnp.where(has_following, of_each, 0).sum() / jnp.maximum(count, 1)
+    weights = has_following / jnp.maximum(count, 1)
+    of_tokens = head.loss(model.last(others, x), learned["head"], following, weights)
     return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads), jnp.array(recalls), length)
 
 
@@ -140,22 +146,39 @@ class Trainer:
 
     only: the parameters that learn are those whose path, such as "layers/3/attention/sink", has a part that this
       regular expression matches. The others stay, and have no moments. "routing" stands for the routers' biases.
+    rank: of an adapter (lora.py), which then learns in the place of matrices; the parameters beside it are given to
+      every step.
     """
 
     def __init__(
-        self, model: Model, mesh: Mesh, steps: int, rate: float, remat: str, speed: float = 1e-3, only: str = ""
+        self,
+        model: Model,
+        mesh: Mesh,
+        steps: int,
+        rate: float,
+        remat: str,
+        speed: float = 1e-3,
+        only: str = "",
+        rank: int | None = None,
     ) -> None:
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh, self.only, self.rank = model, mesh, only, rank
         warmup = max(steps // 10, 1)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1))
-        learns, speed = learning(model, only), speed if re.search(only, "routing") else 0
         adamw = optax.adamw(schedule, weight_decay=0.1)
-        adamw = optax.masked(adamw, learns) if only else adamw
+        if rank:
+            learns, speed = jax.tree.map(lambda _: True, jax.eval_shape(self.adapter)), 0
+        else:
+            learns, speed = learning(model, only), speed if re.search(only, "routing") else 0
+            adamw = optax.masked(adamw, learns) if only else adamw
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         dtype, policy = common.compute_dtype(), POLICIES[remat]
 
-        def step(state: State, batch: Row) -> tuple[State, Step]:
-            gradient = jax.grad(functools.partial(losses, model, dtype, policy), has_aux=True)
+        def step(state: State, batch: Row, beside: Any = None) -> tuple[State, Step]:
+            def loss(learned: Any, *others: Any) -> tuple[jax.Array, Any]:
+                whole = learned if beside is None else lora.beside(beside, learned)
+                return losses(model, dtype, policy, whole, *others)
+
+            gradient = jax.grad(loss, has_aux=True)
             gradient, (of_tokens, of_indexers, loads, recalls, length) = gradient(state.learned, state.fixed, *batch)
             gradient = jax.tree.map(lambda x, learns: x if learns else jnp.zeros_like(x), gradient, learns)
             updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
@@ -176,9 +199,11 @@ class Trainer:
 
     def state(self, params: dict[str, Any]) -> State:
         fixed = {name: params[name] for name in FIXED if name in params}
-        learned = {name: x for name, x in params.items() if name not in fixed}
-        learned = jax.tree.map(lambda x: x.astype(jnp.float32), learned)
+        learned = self.adapter() if self.rank else jax.tree.map(lambda x: x.astype(jnp.float32), learnable(params))
         return State(learned, fixed, self.optimizer.init(learned))
+
+    def adapter(self) -> lora.Adapter:
+        return lora.init(self.model, self.rank, self.only)
 
     def shapes(self) -> State:
         """The shapes of a state, and where its parts lie."""
@@ -197,6 +222,9 @@ class Trainer:
         fixed = {name: specs.pop(name) for name in FIXED if name in specs}
         fixed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), fixed)
         shapes = {name: shapes[name] for name in specs}
+        if self.rank:
+            shapes = jax.eval_shape(self.adapter)
+            specs = jax.tree.map(lambda _: P(), shapes)
 
         def sharding(spec: P, x: jax.ShapeDtypeStruct) -> NamedSharding:
             axes = [*spec, *[None] * (x.ndim - len(spec))]
@@ -228,11 +256,14 @@ def learning(model: Model, only: str) -> Any:
     def learns(path: Any, _: Any) -> bool:
         return bool(re.search(only, jax.tree_util.keystr(path, simple=True, separator="/")))
 
-    params = {name: x for name, x in model.partition().items() if name not in FIXED}
-    found = jax.tree_util.tree_map_with_path(learns, params, is_leaf=lambda x: isinstance(x, P))
+    found = jax.tree_util.tree_map_with_path(learns, learnable(model.partition()), is_leaf=lambda x: isinstance(x, P))
     if not any(jax.tree.leaves(found)) and not re.search(only, "routing"):
         raise ValueError(f'--only: got {only!r}, wanted a part of a path such as "layers/0/attention/sink"')
     return found
+
+
+def learnable(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in params.items() if name not in FIXED}
 
 
 def is_masked(x: Any) -> bool:
@@ -259,6 +290,9 @@ def main(
     seed: int = 0,
     only: str = "",
     save: str | None = None,
+    rank: int | None = None,
+    packed: bool = False,
+    adapter: str | None = None,
     **processes: Any,
 ) -> list[tuple[float, float]]:
     """Prints what steps computed, and returns the losses (tokens', indexers') of each from the first made."""
@@ -268,6 +302,12 @@ def main(
     number("rate", rate, 0, 1)
     if save is not None and any(Path(save).glob("*.safetensors")):
         raise ValueError(f"--save: got {save}, which has a checkpoint, wanted another directory")
+    if rank is None and (packed or adapter):
+        raise ValueError("--packed, --adapter: wanted --lora, too")
+    if packed and save:
+        raise ValueError("--save: got --packed, wanted --adapter: sums with matrices in 4 and 8 bits are not saved")
+    if adapter is not None and (Path(adapter) / lora.FILES[0]).exists():
+        raise ValueError(f"--adapter: got {adapter}, which has one, wanted another directory")
     with cluster.joined(**processes):
         model = common.model_of(checkpoint, random=random)
         rows = rows_of(tokens, model.vocabulary, s, seed)
@@ -283,26 +323,35 @@ def main(
                 )
             batches = Batches(rows, b, NamedSharding(mesh, P("data")), seed)
             trainer, states = (
-                Trainer(model, mesh, steps, rate, remat, only=only),
+                Trainer(model, mesh, steps, rate, remat, only=only, rank=rank),
                 States(keep, every, batches.described()),
             )
-            if (last := states.last()) is None:
-                first, state = 0, trainer.begin(common.parameters_of(model, checkpoint, mesh, jnp.float32))
+            params = beside = None
+            if (last := states.last()) is None or rank:
+                dtype = common.compute_dtype() if rank else jnp.float32
+                params = common.parameters_of(model, checkpoint, mesh, dtype, packed, fused=False)
+                beside = learnable(params) if rank else None
+            if last is None:
+                first, state = 0, trainer.begin(params)
             else:
                 first, state = last + 1, states.restore(last, trainer.shapes())
+            del params
             log = Log(model, mesh.size, b * s, every, keep, first, steps - 1)
             log.say(f"mesh {dict(mesh.shape)} of {jax.default_backend()} devices, from step {first} on")
             end = until or steps
             for i, own in enumerate(batches.between(first, end), first):
-                state, numbers = trainer.step(state, batches.on_devices(own))
+                state, numbers = trainer.step(state, batches.on_devices(own), beside)
                 log.add(i, own, numbers)
                 if states.wants(i, is_last=i == end - 1):
                     log.look()  # no state is kept of a loss that is no number
                     states.save(i, state)
             log.look()
             states.close()
+            if adapter is not None:
+                lora.save(model, state.learned, adapter, checkpoint)
             if save is not None:
-                saving.save(model, state.learned | state.fixed, save, checkpoint, common.compute_dtype())
+                learned = lora.applied(beside, state.learned) if rank else state.learned
+                saving.save(model, learned | state.fixed, save, checkpoint, common.compute_dtype())
     return [(float(x.loss), float(x.of_indexers)) for x in log.found]
 
 
@@ -334,6 +383,17 @@ def arguments() -> dict:
     parser.add_argument("--seed", type=common.at_least(0), default=0, help="of the order of rows (default: 0)")
     parser.add_argument("--only", default="", help="what learns: parameters whose path it matches (default: all)")
     parser.add_argument("--save", help="a directory for the checkpoint that was made, at the end")
+    parser.add_argument(
+        "--lora",
+        dest="rank",
+        metavar="RANK",
+        type=common.at_least(1),
+        help="the rank of additions to attention's matrices, which learn alone; --only says to which (default: all)",
+    )
+    parser.add_argument(
+        "--packed", action="store_true", help="with --lora: a checkpoint's FP4 and FP8 stay so in memory"
+    )
+    parser.add_argument("--adapter", help="with --lora: a directory for the additions as PEFT has them, at the end")
     cluster.options(parser)
     return vars(parser.parse_args())
 

@@ -182,17 +182,20 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
 def of_experts(
     x: Array, w13: PackedExperts, w2: PackedExperts, chosen: Array, weights: Array, *, limit: float
 ) -> Array:
-    """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32."""
+    """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32. An expert reaches
+    no token that did not choose it, not even as NaN, nor does it in a gradient.
+    """
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     chosen, weights = (a.reshape(-1, a.shape[-1]) for a in (chosen, weights))
 
     def add(y: Array, i: Array) -> tuple[Array, None]:
         one = functools.partial(jax.tree.map, lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1))
-        gate, up = one(w13).unpacked()[0] @ tokens.T
+        mine = (chosen == i).any(-1)
+        gate, up = one(w13).unpacked()[0] @ jnp.where(mine, tokens.T, 0)
         weight = jnp.sum(jnp.where(chosen == i, weights, 0), -1)
         inner = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weight
-        inner = jnp.where(weight != 0, inner, 0).astype(x.dtype).astype(jnp.float32)
-        return y + (one(w2).unpacked()[0] @ inner).T, None
+        inner = jnp.where(mine, inner, 0).astype(x.dtype).astype(jnp.float32)
+        return y + jnp.where(mine, one(w2).unpacked()[0] @ inner, 0).T, None
 
     y, _ = jax.lax.scan(add, jnp.zeros_like(tokens), jnp.arange(w13.experts))
     return y.reshape(x.shape).astype(x.dtype)

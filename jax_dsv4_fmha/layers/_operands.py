@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from .. import _check
 from .._definitions import explicit_axes
 
-IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
+IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "k_bias", "q_norm", "kv_norm")
 """names of parameters that are in float32 whatever dtype the matrices have"""
 
 

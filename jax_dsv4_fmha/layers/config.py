@@ -236,6 +236,7 @@ class _Reader:
         model = str(there.get("model_type", "deepseek_v4"))
         if not _MODEL.fullmatch(model):
             wanted = "deepseek_v4 or deepseek_v41, whose attention this is; no model_type for other models that have it"
+            wanted += "; LatentAttention.from_config for latent attention of others"
             raise _check.error(ValueError, _OP, "model_type", model, wanted)
         for name, value in _MUST_BE.items():
             if there.get(name, value) != value:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from . import _params
+from . import _latent_weights, _operands, _params
 from ._operands import IN_FLOAT32, shapes
 from .attention import DSV4Attention
+from .latent import LatentAttention
 
 _DEEPSEEK: dict[str, Any] = {
     "wq_a": "wq_a.weight",
@@ -59,7 +60,7 @@ _SCALES = (".scale", ".weight_scale_inv", "_scale_inv")
 
 
 def from_state_dict(
-    layer: DSV4Attention,
+    layer: DSV4Attention | LatentAttention,
     tensors: Mapping[str, Any],
     prefix: str = "",
     dtype: Any = jnp.bfloat16,
@@ -68,7 +69,7 @@ def from_state_dict(
     """The parameters of a layer, as `layer.init` lays them out, from a checkpoint's tensors.
 
     Args:
-      layer: one of the layers that `from_config` returns.
+      layer: one of the layers that `from_config` returns, or `LatentAttention.from_config`.
       tensors: arrays by name, of NumPy, JAX or torch, `[out, in]` as linear layers have them: from a state dict or a
         safetensors file, which may hold other tensors too.
       prefix: the prefix of the layer's names, such as "layers.2.attn." (DeepSeek) or "model.layers.2.self_attn."
@@ -80,7 +81,8 @@ def from_state_dict(
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
-        bits is not e4m3, or has no scales, those of other blocks, or NaN or inf among them; another tensor has scales.
+        bits is not e4m3, or has no scales, those of other blocks, or some that are not finite or not above 0; another
+        tensor has scales.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
 
     Examples:
@@ -96,17 +98,17 @@ def from_state_dict(
       >>> params["wq_b"].shape, params["wq_b"].dtype
       ((32, 4, 32), dtype(bfloat16))
     """
-    if not isinstance(layer, DSV4Attention):
-        raise _check.error(TypeError, _OP, "layer", layer, "a DSV4Attention")
+    _check_layer(_OP, layer)
     if not isinstance(tensors, Mapping) or not isinstance(prefix, str):
         what = ("prefix", prefix, "a str") if isinstance(tensors, Mapping) else ("tensors", tensors, "a mapping")
         raise _check.error(TypeError, _OP, *what)
     dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
     own = {name[len(prefix) :]: x for name, x in tensors.items() if isinstance(name, str) and name.startswith(prefix)}
-    names = next((names for names in (_DEEPSEEK, _HUGGING_FACE) if names["wq_a"] in own), None)
+    firsts = _firsts(layer)
+    names = next((names for first, names in firsts.items() if first in own), None)
     if names is None:
-        wanted = f"{prefix}{_DEEPSEEK['wq_a']} or {prefix}{_HUGGING_FACE['wq_a']}"
-        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted + _prefixes(tensors))
+        wanted = " or ".join(prefix + first for first in firsts)
+        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted + _prefixes(firsts, tensors))
     used: set[str] = set()
 
     def tensor(name: str, shape: Sequence[int], leaf: str) -> np.ndarray:
@@ -141,7 +143,9 @@ def from_state_dict(
         if leaf not in names:  # V4.1's, which has DeepSeek's names at Hugging Face too
             raise _check.error(ValueError, _OP, "tensors", f"no {leaf} under these names", prefix + _DEEPSEEK[leaf])
         parts = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
-        if leaf == "wo_a":  # [groups · rank, heads of a group · d]
+        if isinstance(layer, LatentAttention):
+            x = _latent_weights.value(layer, tensor, leaf, shape)
+        elif leaf == "wo_a":  # [groups · rank, heads of a group · d]
             g, heads, d, rank = shape
             x = tensor(parts[0], (g * rank, heads * d), leaf)
             x = x.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
@@ -173,7 +177,7 @@ def from_state_dict(
 
 
 def to_state_dict(
-    layer: DSV4Attention, params: Any, prefix: str = "", *, hugging_face: bool = False
+    layer: DSV4Attention | LatentAttention, params: Any, prefix: str = "", *, hugging_face: bool = False
 ) -> dict[str, jax.Array]:
     """The tensors of a layer's parameters, as `from_state_dict` reads them: matrices `[out, in]`, in their own dtypes.
 
@@ -181,7 +185,7 @@ def to_state_dict(
       layer: the layer.
       params: its parameters, as `init` or `joined` makes them.
       prefix: what the names begin with.
-      hugging_face: whether they are Hugging Face's names, and not DeepSeek's.
+      hugging_face: whether they are Hugging Face's names, and not DeepSeek's; those of a `LatentAttention` always are.
 
     Raises:
       ValueError: params differ from what `init` makes, or have a parameter without a name of Hugging Face's.
@@ -198,8 +202,10 @@ def to_state_dict(
       (32, 4, 32)
     """
     op = "to_state_dict"
-    if not isinstance(layer, DSV4Attention):
-        raise _check.error(TypeError, op, "layer", layer, "a DSV4Attention")
+    _check_layer(op, layer)
+    if isinstance(layer, LatentAttention):
+        _operands.parameters(layer, params)
+        return {prefix + name: x for name, x in _latent_weights.tensors(layer, params).items()}
     _params.check(layer, params)
     names, found = _HUGGING_FACE if hugging_face else _DEEPSEEK, dict[str, jax.Array]()
     for path, x in jax.tree_util.tree_leaves_with_path(_params.separate(layer, params)):
@@ -220,10 +226,23 @@ def to_state_dict(
     return found
 
 
-def _prefixes(tensors: Mapping[str, Any]) -> str:
+def _check_layer(op: str, layer: Any) -> None:
+    if not isinstance(layer, DSV4Attention | LatentAttention):
+        raise _check.error(TypeError, op, "layer", layer, "a DSV4Attention or a LatentAttention")
+
+
+def _firsts(layer: DSV4Attention | LatentAttention) -> dict[str, dict[str, Any]]:
+    """The names that a layer's tensors may have, by that of one which every layer has."""
+    if isinstance(layer, LatentAttention):
+        return {_latent_weights.NAMES["wkv"]: _latent_weights.NAMES}
+    return {names["wq_a"]: names for names in (_DEEPSEEK, _HUGGING_FACE)}
+
+
+def _prefixes(firsts: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
     """Returns the end of an error where other prefixes would have named a layer."""
-    ends = (_DEEPSEEK["wq_a"], _HUGGING_FACE["wq_a"])
-    found = [name.removesuffix(end) for name in tensors for end in ends if isinstance(name, str) and name.endswith(end)]
+    found = [
+        name.removesuffix(end) for name in tensors for end in firsts if isinstance(name, str) and name.endswith(end)
+    ]
     more = f" or {len(found) - 3} others" if len(found) > 3 else ""
     return f"; prefixes of layers there are {', '.join(map(repr, found[:3]))}{more}" if found else ""
 
@@ -256,6 +275,8 @@ def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         raise _check.error(ValueError, _OP, name, "scales that are NaN or inf", "finite ones")
     for block in (128, 32):
         if x.ndim == 2 and scale.shape == tuple(-(-n // block) for n in x.shape):
+            if scale.size and scale.min() <= 0:
+                raise _check.error(ValueError, _OP, name, f"scales down to {scale.min():g}", "scales above 0")
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)
             return x * whole[: x.shape[0], : x.shape[1]]
     raise _check.error(
