@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dsv4_fmha import PackedExperts, pack_experts
 from jax_dsv4_fmha.layers import STEP_OPTIONS, Shared
 
-from . import common
+from . import common, stand_in
 from .model import Model, Streams
 
 FLASH = {
@@ -103,18 +102,8 @@ def keep(file: str | None, count: dict[str, int], rows: list[dict[str, Any]]) ->
 def parameters(model: Model, packed: bool) -> Any:
     params = jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
     if packed:
-        e, k, inner = model.experts, model.hidden, model.inner
-        moe = params["layers"][0]["moe"]
-        key = jax.random.key(2)
-        moe |= {"w13": experts_in_mxfp4(key, e, 2, inner, k), "w2": experts_in_mxfp4(key, e, k, inner)}
+        params["layers"][0]["moe"] |= stand_in.experts(model, jax.random.key(2))
     return params
-
-
-def experts_in_mxfp4(key: jax.Array, *shape: int) -> PackedExperts:
-    """Random matrices `[e, 2, rows, columns]`, gates first, or `[e, rows, columns]`."""
-    *rows, columns = shape
-    codes = jax.random.bits(key, (*rows, columns // 2), jnp.uint8)
-    return pack_experts(codes, jnp.full((*rows, columns // 32), 120, jnp.uint8))  # 2^-7
 
 
 def random(tree: Any) -> Any:

@@ -9,7 +9,6 @@ see.
 """
 
 import argparse
-import dataclasses
 import json
 import re
 import statistics
@@ -27,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha.layers import STEP_OPTIONS
 
-from . import common, speed
+from . import common, speed, stand_in
 from .model import Caches, Model
 from .serve import progress
 from .speed import CHUNK, FLASH, Work
@@ -60,16 +59,17 @@ def main(
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
     """
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
-    if model.delayed or model.engrams is not None:
-        raise NotImplementedError("V4.1: got a model with tables of engrams, wanted V4's, whose parameters this makes")
     if parts and jax.default_backend() != "gpu":
         raise ValueError(f"--parts: got {jax.default_backend()}, wanted GPUs, whose kernels the profiler sees")
     works = [Work(context, b, 1) for context in contexts for b in sequences if b == 1 or context == contexts[0]]
     works += [Work(context, 1, chunk) for context in contexts if context >= chunk]
     rows: list[dict[str, Any]] = []
     with common.mesh_of(1, expert, data=1) as mesh:
+        if not stand_in.fits(model, mesh):
+            got = f"a model of {model.hidden} channels, and {model.inner} in an expert"
+            raise NotImplementedError(f"got {got}, wanted V4's, and multiples of {stand_in.UNIT}")
         progress("making random parameters")
-        params = parameters(model, mesh)
+        params = model.joined(stand_in.parameters(model, mesh, common.compute_dtype()))
         progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
         for work in works:
             what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
@@ -90,40 +90,6 @@ def main(
         for row in rows:
             print(f"{row['work']:32}", *(f"{row['parts'].get(name, 0):12.3f}" for name in names))
     return rows
-
-
-def parameters(model: Model, mesh: Mesh) -> dict[str, Any]:
-    """Random parameters for `step` and `read`, with MXFP4 experts; each device makes its own part."""
-    dtype, here = common.compute_dtype(), lambda spec: NamedSharding(mesh, spec)
-    programs: dict[Any, Callable[..., Any]] = {}
-    shape = model.experts, model.hidden, model.inner
-
-    def experts(key: jax.Array) -> dict[str, Any]:
-        (e, k, inner), (first, second) = shape, jax.random.split(key)
-        return {"w13": speed.experts_in_mxfp4(first, e, 2, inner, k), "w2": speed.experts_in_mxfp4(second, e, k, inner)}
-
-    make_experts = jax.jit(experts, out_shardings=here(P("expert")))
-    params: dict[str, Any] = {"layers": [], "routing": []}
-    for i, layer in enumerate(model.layers):
-        few = dataclasses.replace(model, layers=(layer,), hashed=int(i < model.hashed), seen=())
-        key = layer, few.hashed
-        if key not in programs:
-            specs = few.partition()
-            programs[key] = jax.jit(without_experts(few, dtype), out_shardings=jax.tree.map(here, thinned(specs)))
-        made = programs[key](jax.random.fold_in(jax.random.key(0), i))
-        made["layers"][0]["moe"] |= make_experts(jax.random.fold_in(jax.random.key(1), i))
-        params = {**made, "layers": params["layers"] + made["layers"], "routing": params["routing"] + made["routing"]}
-    return model.joined(params)
-
-
-def without_experts(model: Model, dtype: Any) -> Callable[[jax.Array], dict[str, Any]]:
-    return lambda key: thinned(model.init(key, dtype))
-
-
-def thinned(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters, or what stands for them, without the routed experts' matrices."""
-    thin = [{**p, "moe": {k: x for k, x in p["moe"].items() if k not in ("w13", "w2")}} for p in params["layers"]]
-    return {**params, "layers": thin}
 
 
 def program(
