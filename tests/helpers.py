@@ -128,7 +128,10 @@ def trained(main: Callable[..., Any], keep: Any = None, **how: Any) -> Any:
         how |= {} if keep is None else {"keep": keep}
         try:
             return main(**how)
-        except FloatingPointError:
+        except FloatingPointError as e:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")  # said in pytest's summary, and no error
+                warnings.warn(f"training again, after a NaN: {e}", RuntimeWarning, stacklevel=2)
             if keep is not None:
                 shutil.rmtree(keep)
                 if before.exists():

@@ -13,14 +13,16 @@ from jax_dsv4_fmha import PackedExperts, pack_experts
 
 from .model import Model
 
-UNIT = 256
-"""of which an expert has a multiple of rows and columns, for `fused_moe`"""
-
 
 def fits(model: Any, mesh: Mesh) -> bool:
     """True if `parameters` makes those of a model: V4's, with experts that `fused_moe` takes, whole on a device."""
-    is_v4 = isinstance(model, Model) and not model.delayed and model.engrams is None
-    return is_v4 and mesh.shape["tensor"] == 1 and model.hidden % UNIT == model.inner % UNIT == 0
+    if not isinstance(model, Model) or model.delayed or model.engrams is not None or mesh.shape["tensor"] > 1:
+        return False
+    try:
+        jax.eval_shape(lambda: experts(model, jax.random.key(0)))
+    except ValueError:  # of `pack_experts`
+        return False
+    return True
 
 
 def parameters(model: Model, mesh: Mesh, dtype: Any) -> dict[str, Any]:
