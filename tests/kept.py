@@ -1,8 +1,8 @@
 """Counts the memory of training without a GPU: `python -m tests.kept > docs/kept.json`, in half a minute.
 
-Of eight layers of V4-Flash's sizes with 16 experts, b 2 × 4096, in bfloat16: the bytes that the traced forward pass
-keeps for the backward pass by each --remat, parameters and their gradients not counted. Of the head's loss and its
-gradient alone, in float32: the temporary bytes of XLA's program for a CPU, as it is and of all logits at once.
+`kept` has the bytes that the traced forward pass of eight layers of V4-Flash's sizes with 16 experts, b 2 × 4096, in
+bfloat16, keeps for the backward pass, without parameters and their gradients. `loss` has the temporary bytes of XLA's
+program for a CPU that makes the head's loss and its gradient in float32, as it is and with all logits at once.
 """
 
 import json

@@ -84,7 +84,7 @@ def test_values(name, implementation):
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients(name, implementation):
-    """Of q, the sink, and both parts of a key."""
+    """They reach q, the sink, and both parts of a key."""
     f, k = CALLS[name]
     got = jax.jit(jax.grad(loss(functools.partial(f, implementation=implementation)), (0, 1, 2)))(Q, k, SINK)
     want = jax.jit(jax.grad(loss(functools.partial(dense, name)), (0, 1, 2)))(Q, k, SINK)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, data, engram, load, metrics, serve, speed, train, whole
+from examples.deepseek_v4 import choices, common, data, engram, load, metrics, serve, speed, stand_in, train, whole
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import FIXED, Model
 from examples.serving import Request, Server
@@ -204,16 +204,19 @@ def test_whole(tmp_path, capsys):
     assert json.loads(file.read_text())["rows"] == rows and "chunk of 16, 64 tokens" in capsys.readouterr().out
     model = Model.from_config(config)
     with common.mesh_of(1, 2, data=1) as mesh:
-        params = whole.parameters(model, mesh)
+        params = common.parameters_of(model, None, mesh, jnp.float32, packed=True)
+        params = model.joined(params)
         text = whole.program(model, params, mesh, speed.Work(32, 1, 1), jnp.dtype("float32"))[0].as_text()
     assert {"attention", "moe", "connections", "rest"} <= set(whole.parts_by_operation(text).values())
-    wanted = whole.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
-    found = whole.thinned(params)
+    wanted = stand_in.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
+    found = stand_in.thinned(params)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
     for layer in params["layers"]:
         assert all(x.sharding.spec[0] == "expert" for x in jax.tree.leaves((layer["moe"]["w13"], layer["moe"]["w2"])))
     gates = [np.asarray(layer["moe"]["gate"]) for layer in params["layers"]]
     assert not np.array_equal(gates[1], gates[3])
+    with pytest.raises(NotImplementedError, match="got a model of 64 channels, and 32 in an expert, wanted V4's"):
+        whole.main(config=common.small(), **works)
     with pytest.raises(ValueError, match="--parts: got cpu, wanted GPUs"):
         whole.main(config=config, **works, parts=True)
 

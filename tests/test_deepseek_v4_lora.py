@@ -14,7 +14,7 @@ from examples.deepseek_v4.model import FIXED, Model
 from examples.deepseek_v4.packed import Packed
 from examples.deepseek_v4.weights import load
 
-from .helpers import normal
+from .helpers import normal, trained
 from .test_deepseek_v4 import prompts
 from .test_deepseek_v4_checkpoint import checkpoint, written
 
@@ -117,10 +117,10 @@ def test_additions_learn_alone(tmp_path):
     how = {"checkpoint": str(tmp_path / "before"), "steps": 12, "b": 4, "s": 48, "rate": 0.03, "rank": 4}
     how |= {"data": 2, "expert": 2, "every": 4}
     whole = {"adapter": str(tmp_path / "adapter"), "save": str(tmp_path / "after")}
-    losses = train.main(**how, **whole)
+    losses = trained(train.main, **how, **whole)
     assert losses[-1][0] < losses[0][0] - 0.1
-    some = train.main(**how, keep=tmp_path / "states", until=5)
-    np.testing.assert_array_equal([*some, *train.main(**how, keep=tmp_path / "states")], losses)
+    some = trained(train.main, **how, keep=tmp_path / "states", until=5)
+    np.testing.assert_array_equal([*some, *trained(train.main, **how, keep=tmp_path / "states")], losses)
     adapter = lora.load(MODEL, whole["adapter"], how["checkpoint"])
     sums, after = lora.applied(params, adapter), load(MODEL, whole["save"], jnp.float32)
     for (path, x), y, old in zip(

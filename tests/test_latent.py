@@ -158,7 +158,7 @@ def test_documents_give_what_they_give_alone(name):
 
 
 def test_a_choice_that_is_handed_over():
-    """Of a layer with an indexer, whose keys are cached all the same, and to layers without one."""
+    """A layer with an indexer takes it, and caches its keys all the same; so do layers without one."""
     params, want = params_of("sparse"), whole("sparse")
     assert want.indices.shape == (2, S, 5)
     assert_close(jax.jit(SPARSE)(params, X, indices=want.indices).y, want.y)

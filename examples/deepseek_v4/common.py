@@ -19,6 +19,7 @@ from examples.serving import checked_tokens, integer, option
 from examples.serving.request import short
 from jax_dsv4_fmha import Cache
 
+from . import stand_in
 from .checkpoint import read_json
 from .config import text_of
 from .drafts import DSpark
@@ -132,9 +133,11 @@ def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -
 def parameters_of(
     model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, fused: bool = True
 ) -> dict[str, Any]:
-    """The parameters of a directory, as `load` makes them, or random ones."""
+    """The parameters of a directory, as `load` makes them, or random ones, packed where `stand_in` makes such."""
     if checkpoint:
         return load(model, checkpoint, dtype, mesh, on_terminal, packed, fused)
+    if packed and fused and stand_in.fits(model, mesh):
+        return stand_in.parameters(model, mesh, dtype)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
     return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 

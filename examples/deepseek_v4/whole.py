@@ -1,18 +1,14 @@
 """Times a whole DeepSeek-V4 over the GPUs that are here: `python -m examples.deepseek_v4.whole [CHECKPOINT]`.
 
-Parameters are random numbers in a checkpoint's form, with routed experts in MXFP4, made where they lie: V4-Flash takes
-seconds, and two GPUs of 140 GB hold it. A checkpoint is read for its config.json alone. Steps and chunks are the
-programs that `serve` runs, without its host: of many calls, each of which waits for the one before, the median. With
---parts a second table says where the devices' time goes, by the profiler: each part's share of a call, in ms of one
-device, and the time in which no kernel runs. A program for it has no CUDA graphs, through which the profiler does not
-see.
+Parameters are random numbers in a checkpoint's form, with routed experts in MXFP4, made where they lie. A checkpoint is
+read for its config.json alone. A row is a step, or a chunk of a prompt, as the model computes it in `serve`. Its time
+is the host's, of many calls that each wait for the one before. With --parts a second table says where the devices' time
+goes, by the profiler: each part's share of a call, in ms of one device, and the time in which no kernel runs. Its
+programs have no CUDA graphs, through which the profiler does not see.
 """
 
-import argparse
-import dataclasses
 import json
 import re
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -27,12 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha.layers import STEP_OPTIONS
 
-from . import common, speed
+from . import common, speed, stand_in
 from .model import Caches, Model
 from .serve import progress
-from .speed import CHUNK, FLASH, Work
+from .speed import CHUNK, CONTEXTS, FLASH, Work
 
-CONTEXTS = (8192, 131072, 1 << 20)
 SEQUENCES = (1, 8, 64, 256)
 PARTS = ("indexer", "compressor", "attention", "connections", "moe", "norm", "append")
 """scopes of the model, of which an operation is a part of the innermost"""
@@ -60,16 +55,17 @@ def main(
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
     """
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
-    if model.delayed or model.engrams is not None:
-        raise NotImplementedError("V4.1: got a model with tables of engrams, wanted V4's, whose parameters this makes")
     if parts and jax.default_backend() != "gpu":
         raise ValueError(f"--parts: got {jax.default_backend()}, wanted GPUs, whose kernels the profiler sees")
     works = [Work(context, b, 1) for context in contexts for b in sequences if b == 1 or context == contexts[0]]
     works += [Work(context, 1, chunk) for context in contexts if context >= chunk]
     rows: list[dict[str, Any]] = []
     with common.mesh_of(1, expert, data=1) as mesh:
+        if not stand_in.fits(model, mesh):
+            got = f"a model of {model.hidden} channels, and {model.inner} in an expert"
+            raise NotImplementedError(f"got {got}, wanted V4's, with experts that fused_moe takes")
         progress("making random parameters")
-        params = parameters(model, mesh)
+        params = model.joined(stand_in.parameters(model, mesh, common.compute_dtype()))
         progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
         for work in works:
             what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
@@ -90,40 +86,6 @@ def main(
         for row in rows:
             print(f"{row['work']:32}", *(f"{row['parts'].get(name, 0):12.3f}" for name in names))
     return rows
-
-
-def parameters(model: Model, mesh: Mesh) -> dict[str, Any]:
-    """Random parameters for `step` and `read`, with MXFP4 experts; each device makes its own part."""
-    dtype, here = common.compute_dtype(), lambda spec: NamedSharding(mesh, spec)
-    programs: dict[Any, Callable[..., Any]] = {}
-    shape = model.experts, model.hidden, model.inner
-
-    def experts(key: jax.Array) -> dict[str, Any]:
-        (e, k, inner), (first, second) = shape, jax.random.split(key)
-        return {"w13": speed.experts_in_mxfp4(first, e, 2, inner, k), "w2": speed.experts_in_mxfp4(second, e, k, inner)}
-
-    make_experts = jax.jit(experts, out_shardings=here(P("expert")))
-    params: dict[str, Any] = {"layers": [], "routing": []}
-    for i, layer in enumerate(model.layers):
-        few = dataclasses.replace(model, layers=(layer,), hashed=int(i < model.hashed), seen=())
-        key = layer, few.hashed
-        if key not in programs:
-            specs = few.partition()
-            programs[key] = jax.jit(without_experts(few, dtype), out_shardings=jax.tree.map(here, thinned(specs)))
-        made = programs[key](jax.random.fold_in(jax.random.key(0), i))
-        made["layers"][0]["moe"] |= make_experts(jax.random.fold_in(jax.random.key(1), i))
-        params = {**made, "layers": params["layers"] + made["layers"], "routing": params["routing"] + made["routing"]}
-    return model.joined(params)
-
-
-def without_experts(model: Model, dtype: Any) -> Callable[[jax.Array], dict[str, Any]]:
-    return lambda key: thinned(model.init(key, dtype))
-
-
-def thinned(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters, or what stands for them, without the routed experts' matrices."""
-    thin = [{**p, "moe": {k: x for k, x in p["moe"].items() if k not in ("w13", "w2")}} for p in params["layers"]]
-    return {**params, "layers": thin}
 
 
 def program(
@@ -153,22 +115,18 @@ def program(
 def of_work(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int) -> dict[str, Any]:
     """The median of three times so many calls, and what compiling took."""
     f, caches, operands, seconds = program(model, params, mesh, work, dtype)
-    calls = calls if work.tokens == 1 else max(1, calls // 5)
-    found: list[float] = []
-    for _ in range(4):
-        began = time.perf_counter()
-        for _ in range(calls if found else 2):
-            logits, caches = f(params, caches, *operands)
-        jax.block_until_ready(logits)
-        found.append((time.perf_counter() - began) / calls * 1e3)
-    ms = statistics.median(found[1:])
+
+    def call(caches: Caches) -> tuple[Caches, jax.Array]:
+        logits, caches = f(params, caches, *operands)
+        return caches, logits
+
+    ms = speed.median(call, calls if work.tokens == 1 else max(1, calls // 5), caches)
     return {"ms": ms, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
 
 
 def parts_of(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int = 5) -> dict[str, float]:
     """ms of one device by part of the model, the mean over devices and calls; "idle": none of its kernels runs."""
-    options = NO_GRAPHS if jax.default_backend() == "gpu" else {}
-    f, caches, operands, _ = program(model, params, mesh, work, dtype, **options)
+    f, caches, operands, _ = program(model, params, mesh, work, dtype, **NO_GRAPHS)
     part_of = parts_by_operation(f.as_text() or "")
     tracing = jax.profiler.ProfileOptions()
     tracing.host_tracer_level = tracing.python_tracer_level = 0
@@ -213,31 +171,12 @@ def parts_by_operation(text: str) -> dict[str, str]:
 
 
 def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
+    made = speed.parser(__doc__.split("\n\n")[0], SEQUENCES, "of a step at the first context; at others there is one")
+    made.add_argument("--fp8", dest="kept", action="store_const", const="float8_e4m3fn", help="caches in FP8")
+    made.add_argument("--parts", action="store_true", help="also where the devices' time goes; compiles twice")
     number = common.at_least(1)
-    shown = ", ".join(map(str, CONTEXTS))
-    parser.add_argument("--contexts", type=number, nargs="+", default=CONTEXTS, help=f"tokens (default: {shown})")
-    parser.add_argument(
-        "--sequences",
-        type=number,
-        nargs="+",
-        default=SEQUENCES,
-        help="of a step at the first context; at others there is one (default: 1, 8, 64, 256)",
-    )
-    parser.add_argument("--chunk", type=number, default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})")
-    parser.add_argument("--calls", type=number, default=20, help="that a time is the mean of (default: 20)")
-    parser.add_argument("--fp8", dest="kept", action="store_const", const="float8_e4m3fn", help="caches in FP8")
-    parser.add_argument("--parts", action="store_true", help="also where the devices' time goes; compiles twice")
-    parser.add_argument(
-        "--expert", type=number, default=1, help="devices that share out experts and heads (default: 1)"
-    )
-    parser.add_argument("--json", dest="file", help="a file for the same numbers")
-    common.option_compiled(parser)
-    found = vars(parser.parse_args())
-    if found["checkpoint"] is None and jax.default_backend() == "cpu":
-        parser.error("V4-Flash's sizes want GPUs, and there is none here; give a directory with a smaller config.json")
-    return found
+    made.add_argument("--expert", type=number, default=1, help="devices that share out experts and heads (default: 1)")
+    return speed.parsed(made)
 
 
 if __name__ == "__main__":
