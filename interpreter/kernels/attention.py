@@ -230,8 +230,8 @@ def packed(
         numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, groups, -1)
         exponents = rng.integers(115, 119, (b, s_kv, groups)).astype(np.uint8)
         sizes = np.exp2(exponents.astype(np.float32) - 127)
-        if kind == "v32_fp8":  # scales of any size
-            sizes *= rng.uniform(1, 2, sizes.shape).astype(np.float32)
+        if kind == "v32_fp8":  # scales that are no powers of two
+            sizes *= rng.uniform(0.5, 1, sizes.shape).astype(np.float32)
             exponents = sizes.view(np.uint8)
     rope = (0.125 * rng.standard_normal((b, s_kv, unpacked))).astype(bf16)
     numbers = (numbers * sizes[..., None]).reshape(b, s_kv, -1).astype(bf16)
