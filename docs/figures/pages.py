@@ -9,6 +9,7 @@ from tests import check
 from .options import extent
 from .peers import steps_beside_flashmla
 from .records import (
+    CUDNN_FRONTEND,
     DECODE,
     FORWARD,
     GRAD,
@@ -48,7 +49,7 @@ def limits() -> str:
 def machine() -> str:
     """The machines on which the numbers were measured."""
     lines = []
-    runs = {"peers": PEERS} if "versions" in PEERS else {}
+    runs = {name: x for name, x in (("FlashMLA", PEERS), ("cuDNN frontend", CUDNN_FRONTEND)) if "versions" in x}
     runs |= {
         "forward": FORWARD,
         "steps": DECODE,
@@ -132,7 +133,7 @@ def at_a_glance() -> str:
         ("its gradient", GRAD, f"gradient of {causal}", "cuDNN", GRAD),
         ("step of 2 sequences from FP8, 128 heads", DECODE, step(2), "FlashMLA", PEERS),
         ("step of 64 sequences from FP8, 128 heads", DECODE, step(64), "FlashMLA", PEERS),
-        ("an indexer's choice, 512 of 8192 entries", INDEXER, indexer, "cuDNN frontend", PEERS),
+        ("an indexer's choice, 512 of 8192 entries", INDEXER, indexer, "cuDNN frontend", CUDNN_FRONTEND),
     ]
     rows = []
     for what, record, name, peer, of in found:
@@ -165,7 +166,7 @@ CACHE = {None: "bfloat16", "fp8": "FP8"}
 def losses() -> str:
     """Every row in which a peer was faster, by the records that have peers; then where we are slow by ourselves."""
     lost = []
-    for record in (PEERS, FORWARD, GRAD):
+    for record in (PEERS, CUDNN_FRONTEND, FORWARD, GRAD):
         for row in record["rows"]:
             pairs = [(peer, seconds(row, peer) / ours(row)) for peer in PEER if peer in row["times"]]
             lost += [(ratio, peer, row["name"]) for peer, ratio in pairs if ratio < 0.995]

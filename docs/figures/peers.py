@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from .records import PEERS, STEP, micro, of_peer, ours, seconds, table, wrapped
+from .records import CUDNN_FRONTEND, PEERS, STEP, micro, of_peer, ours, seconds, table, wrapped
 
 
 def beside(peer: str) -> list[dict[str, Any]]:
-    """The rows of the record of peers that a peer is in."""
-    return [row for row in PEERS["rows"] if peer in row["times"]]
+    """The rows of the records of peers that a peer is in."""
+    return [row for record in (PEERS, CUDNN_FRONTEND) for row in record["rows"] if peer in row["times"]]
 
 
 def flashmla() -> str:

@@ -8,6 +8,7 @@ from jax_dsv4_fmha._bench.machine_code import changed
 from jax_dsv4_fmha._host import library
 
 from .records import (
+    CUDNN_FRONTEND,
     DECODE,
     DEVICES,
     EXPERTS,
@@ -26,7 +27,22 @@ from .records import (
     texts,
 )
 
-TIMED = (FORWARD, DECODE, GRAD, SAME_BITS, INDEXER, LAYER, PEERS, PRODUCTS, DEVICES, STEPS, STACKS, ON_H100, EXPERTS)
+TIMED = (
+    FORWARD,
+    DECODE,
+    GRAD,
+    SAME_BITS,
+    INDEXER,
+    LAYER,
+    PEERS,
+    CUDNN_FRONTEND,
+    PRODUCTS,
+    DEVICES,
+    STEPS,
+    STACKS,
+    ON_H100,
+    EXPERTS,
+)
 
 
 def ran() -> str:
