@@ -34,6 +34,9 @@ ROWS = {
     "layer": replace(layer(64, 3, topk=128, ratio=4, s_c=256), peers=()),
     "layer whose entries are not all past": replace(layer(64, 40, topk=128, ratio=4, s_c=128), peers=()),
     "selected keys": SparseRow(b=1, s_q=3, s_kv=256, h_q=64, topk=128),
+    "selection of 576": SparseRow(d=576, b=1, s_q=20, s_kv=150, h_q=64, topk=128),
+    "selection of 8 heads": SparseRow(d=576, b=1, s_q=20, s_kv=150, h_q=8, topk=128),
+    "dense step": FmhaRow(d=576, b=2, s_q=1, s_kv=128, h_q=64),
     "window": FmhaRow(d=512, b=1, s_q=140, s_kv=140, h_q=64, window=128, has_sink=True),
     "step": STEP,
 }
@@ -103,7 +106,10 @@ class TestFlashMLA:
         mine, theirs = contestants(flashmla(built), row)
         assert theirs.is_outside and 0 < theirs.facts["differs"] < 0.02 and len(theirs.sets) == 2
         for operands, call in zip(mine.sets, theirs.sets, strict=True):
-            got, want = (np.asarray(x[0], np.float32).ravel() for x in (theirs.run(call), mine.run(operands)))
+            got, want = (
+                np.asarray(x[0][..., : row.h_q, :], np.float32) for x in (theirs.run(call), mine.run(operands))
+            )
+            got = got.reshape(want.shape)
             np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
 
     @pytest.mark.parametrize("index", [0, 7])
@@ -141,8 +147,9 @@ class TestFlashMLA:
             for row in suite.rows
             if isinstance(row, outside.CallRow) and peer.takes(row)
         ]
-        assert {row.h_q for row in taken} == {64, 128} and {row.d for row in taken} == {512}
-        assert [sum(row in SUITES[name].rows for row in taken) for name in ("dsv4", "window", "decode")] == [8, 2, 18]
+        assert {row.h_q for row in taken} == {8, 16, 64, 128} and {row.d for row in taken} == {512, 576}
+        suites = "dsv4", "window", "decode", "latent"
+        assert [sum(row in SUITES[name].rows for row in taken) for name in suites] == [8, 2, 18, 11]
         assert all(peer.contestant(row, [], None) is None for row in SUITES["layer"].rows)
 
 

@@ -146,7 +146,7 @@ def of_width(d, d_v, **how):
     }
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(576, 512), (512, 448), (128, 64)])
+@pytest.mark.parametrize(("d", "d_v"), [(576, 448), (512, 448), (128, 64)])
 @pytest.mark.parametrize("name", ["span", "selection"])
 def test_no_kernel_has_a_part_of_k_as_v(hopper, name, d, d_v):
     """Kernels of that d take all of K."""
@@ -161,6 +161,18 @@ def test_no_kernel_has_a_part_of_k_as_v(hopper, name, d, d_v):
         f, x = of_width(d, d_v, **how)[name]
         with pytest.raises(NotImplementedError, match=f"{words} for bfloat16, d={d}, d_v={d_v}"):
             jax.eval_shape(f, *x)
+
+
+@pytest.mark.parametrize("how", [{}, {"batch_invariant": True}, {"implementation": "cubin"}], ids=str)
+@pytest.mark.parametrize("name", ["span", "selection"])
+def test_kernels_take_latents_of_576(hopper, name, how):
+    f, x = of_width(576, 512, **how)[name]
+    (decision,) = explain(f, *x)
+    assert decision.implementation == "kernel", decision
+    o, lse = jax.eval_shape(f, *x)
+    assert o.shape == (1, 4, 64, 512) and lse.shape == (1, 4, 64)
+    text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mla_span_fwd_v512" if name == "span" else "mla_sparse_fwd_v512") in text
 
 
 def test_deterministic_gradients(hopper):
@@ -191,3 +203,95 @@ def test_deterministic_gradients(hopper):
 def test_errors(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+# ---- on a GPU
+
+S = 200
+SPANS = {
+    "causal": Span.causal(S),
+    "window": Span.sliding_window(S, 33),
+    "packed": Span.causal(S) & Span.segments(jnp.stack([jnp.arange(S, dtype=jnp.int32) // 50] * 2)),
+    "lengths": Span.causal(S) & Span.lengths(jnp.array([0, 150], jnp.int32)),
+}
+
+
+def latents(h, b=2, s_kv=S):
+    q, kv = (normal(i, b, n, *rest, dtype=jnp.bfloat16) for i, n, rest in ((0, S, (h, 576)), (1, s_kv, (576,))))
+    return q, kv, normal(2, h)
+
+
+def assert_as_in_float32(f, *x):
+    got = jax.jit(functools.partial(f, implementation="cubin"))(*x)
+    wide = [y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y for y in x]
+    assert_right(got, jax.jit(functools.partial(f, implementation="reference"))(*wide))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+class TestKernel:
+    """Latents of 576 numbers, whose first 512 are V."""
+
+    @pytest.mark.parametrize("h", [1, 8, 16, 24, 64, 128])
+    @pytest.mark.parametrize("name", SPANS)
+    def test_spans(self, name, h):
+        q, kv, sink = latents(h)
+        f = lambda q, kv, sink, **how: fmha(q, kv[:, :, None], d_v=512, span=SPANS[name], sink=sink, **how)  # noqa: E731
+        assert_as_in_float32(f, q, kv, sink)
+
+    @pytest.mark.parametrize("h", [1, 8, 16, 24, 64, 128])
+    @pytest.mark.parametrize("topk", [3, 64, 500])
+    def test_selections(self, topk, h):
+        q, kv, sink = latents(h, s_kv=900)
+        indices = jax.random.randint(jax.random.key(3), (2, S, topk), -50, 900, jnp.int32).at[1, 7].set(-1)
+        f = lambda *x, **how: sparse_fmha(*x[:3], d_v=512, sink=x[3], **how)  # noqa: E731
+        assert_as_in_float32(f, q, kv, indices, sink)
+
+    @pytest.mark.parametrize("h", [16, 64])
+    def test_few_queries_over_many_keys(self, h):
+        """By split-KV."""
+        q, kv, sink = latents(h, s_kv=9000)
+        q = q[:, :3]
+        span = Span.lengths(jnp.array([9000, 4321], jnp.int32))
+        f = lambda q, kv, sink, **how: fmha(q, kv[:, :, None], d_v=512, span=span, sink=sink, **how)  # noqa: E731
+        assert_as_in_float32(f, q, kv, sink)
+        indices = jax.random.randint(jax.random.key(3), (2, 3, 2048), -50, 9000, jnp.int32)
+        f = lambda *x, **how: sparse_fmha(*x[:3], d_v=512, sink=x[3], **how)  # noqa: E731
+        assert_as_in_float32(f, q, kv, indices, sink)
+
+    @pytest.mark.parametrize("name", ["span", "selection"])
+    def test_the_same_bits_whatever_the_batch(self, name):
+        q, kv, sink = latents(64)
+        indices = jax.random.randint(jax.random.key(3), (2, S, 128), 0, S, jnp.int32)
+
+        def f(q, kv, indices):
+            if name == "span":
+                return fmha(q, kv[:, :, None], d_v=512, span=Span.causal(S), sink=sink, batch_invariant=True)
+            return sparse_fmha(q, kv, indices, d_v=512, sink=sink, batch_invariant=True)
+
+        both = jax.jit(f)(q, kv, indices)
+        for i in range(2):
+            one = jax.jit(f)(*(x[i : i + 1] for x in (q, kv, indices)))
+            for x, y in zip(one, both, strict=True):
+                assert np.asarray(x[0]).tobytes() == np.asarray(y[i]).tobytes()
+
+    @pytest.mark.parametrize("name", ["span", "selection"])
+    def test_gradient(self, name):
+        """By the reference, from o and lse of the kernel."""
+        q, kv, sink = latents(8)
+        indices = jax.random.randint(jax.random.key(3), (2, S, 64), 0, S, jnp.int32)
+
+        def f(q, kv, sink, **how):
+            if name == "span":
+                return fmha(q, kv[:, :, None], d_v=512, span=Span.causal(S), sink=sink, **how)
+            return sparse_fmha(q, kv, indices, d_v=512, sink=sink, **how)
+
+        def total(*x, **how):
+            o, lse = f(*x, **how)
+            return (o.astype(jnp.float32) * jnp.cos(jnp.arange(512.0))).sum() + lse.sum()
+
+        got = jax.jit(jax.grad(total, (0, 1, 2)))(q, kv, sink)
+        wide = [x.astype(jnp.float32) for x in (q, kv, sink)]
+        want = jax.jit(jax.grad(functools.partial(total, implementation="reference"), (0, 1, 2)))(*wide)
+        for x, y in zip(got, want, strict=True):
+            assert jnp.linalg.norm(x.astype(jnp.float32) - y) < 2e-2 * jnp.linalg.norm(y)

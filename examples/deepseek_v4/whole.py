@@ -69,10 +69,13 @@ def main(
         progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
         for work in works:
             what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
-            rows.append({"work": str(work), **of_work(*what, calls)})
+            row = {"work": str(work), **of_work(*what, calls)}
+            said = f"{row['ms']:.3f} ms, compiled in {row['compiled in s']:.1f} s"
             if parts:
-                rows[-1]["parts"] = parts_of(*what)
-            progress(f"{work}: {rows[-1]['ms']:.3f} ms, compiled in {rows[-1]['compiled in s']:.1f} s")
+                row["parts"] = parts_of(*what)
+                said += "; " + ", ".join(f"{part} {ms:.3f}" for part, ms in row["parts"].items())
+            progress(f"{work}: {said}")
+            rows.append(row)
             if file:
                 about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
                 Path(file).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

@@ -52,8 +52,13 @@ class AttentionRow(CallRow):
         """The number of pairs of a query and a key that it sees."""
 
     @property
+    def d_v(self) -> int:
+        """The first numbers of a latent are V; others, for RoPE, are K alone."""
+        return min(self.d, 512)
+
+    @property
     def flops(self) -> float:
-        return 4.0 * self.d * self.h_q * self.visible
+        return 2.0 * (self.d + self.d_v) * self.h_q * self.visible
 
     def normal(self, keys: Iterator[jax.Array], *shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape, self.dtype)
@@ -74,7 +79,7 @@ class PromptRow(AttentionRow):
     def bytes(self) -> float:
         operands = jax.eval_shape(self.operands, jax.random.key(0))
         read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
-        return float(read + self.b * self.s_q * self.h_q * (2 * self.d + 4))
+        return float(read + self.b * self.s_q * self.h_q * (self.d + self.d_v + 4))
 
     def operands(self, key: jax.Array) -> Operands:
         keys = iter(jax.random.split(key, 8))
@@ -104,7 +109,7 @@ class PromptRow(AttentionRow):
 
 @dataclass(frozen=True, kw_only=True)
 class FmhaRow(PromptRow):
-    """K and V, or for d 512 one array that is both; cuDNN and XLA through jax.nn are its peers."""
+    """K and V, or from d 512 on one array that is both; cuDNN and XLA through jax.nn are its peers."""
 
     op = "fmha"
 
@@ -115,7 +120,7 @@ class FmhaRow(PromptRow):
 
     @property
     def shared_kv(self) -> bool:
-        return self.d == 512
+        return self.d >= 512
 
     @property
     def keys(self) -> str:
@@ -144,7 +149,8 @@ class FmhaRow(PromptRow):
         return {name: self.normal(keys, *shape) for name in ("k", "v")[: 1 if self.shared_kv else 2]}
 
     def ours(self, **operands: Any) -> Any:
-        return fmha(**operands, span=self.span, implementation="cubin")
+        d_v = self.d_v if self.shared_kv else None
+        return fmha(**operands, d_v=d_v, span=self.span, implementation="cubin")
 
     def peer(self, name: Any, **operands: Any) -> Any:
         """jax.nn has no sinks, so it runs without."""
@@ -190,7 +196,7 @@ class SparseRow(PromptRow):
         return {"kv": self.normal(keys, self.b, self.s_kv, self.d), **self.indices(keys, self.topk, self.s_kv)}
 
     def ours(self, **operands: Any) -> Any:
-        return sparse_fmha(**operands, implementation="cubin")
+        return sparse_fmha(**operands, d_v=self.d_v, implementation="cubin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,8 +327,8 @@ def layer(h_q: int, s_q: int = 4096, **fields: Any) -> LayerRow:
 _OF_LAYER = ("two_pass", "batch_invariant")
 
 
-def _top_k(h_q: int, s_kv: int, topk: int) -> SparseRow:
-    return SparseRow(b=1, s_q=4096, s_kv=s_kv, h_q=h_q, topk=topk)
+def _top_k(h_q: int, s_kv: int, topk: int, **fields: Any) -> SparseRow:
+    return SparseRow(b=1, s_q=4096, s_kv=s_kv, h_q=h_q, topk=topk, **fields)
 
 
 SUITES = (
@@ -366,6 +372,16 @@ SUITES = (
         (
             *(window(512, 1, 4096, h, 1, has_sink=True, peers=_BOTH_ORDERS) for h in (128, 64, 16)),
             window(128, 2, 8192, 16, 1),
+        ),
+    ),
+    Suite(
+        "latent",
+        "#7a4b00",
+        (
+            *(_top_k(h, s_kv, 2048, d=576) for h in (128, 64, 16, 8) for s_kv in (8192, 65536)),
+            *(_top_k(h, 8192, 2048) for h in (64, 8)),
+            *(causal(576, 1, 4096, h, 1, peers=()) for h in (128, 16)),
+            FmhaRow(d=576, b=16, s_q=1, s_kv=32768, h_q=128),
         ),
     ),
 )

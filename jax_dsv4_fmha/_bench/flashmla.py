@@ -27,6 +27,7 @@ from .row import CallRow
 
 _HEADS = (64, 128)
 _INDICES = 128  # a list's length is a multiple of this
+_PAGE = 64  # keys of a page of a dense step
 _PACKAGE = "flash_mla"
 
 
@@ -81,9 +82,11 @@ def _commit(folder: Path) -> str | None:
 
 def takes(row: CallRow) -> CallRow | None:
     """A layer's prompt of one sequence, or a step, by products in 16 bits. It has steps from V4's FP8 alone, which it
-    takes beside ours from bfloat16 too.
+    takes beside ours from bfloat16 too. Selections of fewer heads get zeros beside them, as others call it.
     """
-    if not isinstance(row, AttentionRow) or row.d != 512 or row.h_q not in _HEADS or row.dtype != "bfloat16":
+    if not isinstance(row, AttentionRow) or row.d not in (512, 576) or row.dtype != "bfloat16":
+        return None
+    if row.h_q not in _HEADS and not (isinstance(row, SparseRow) and row.h_q < min(_HEADS)):
         return None
     match row:
         case E4m3Row() | ChunkRow():
@@ -95,6 +98,8 @@ def takes(row: CallRow) -> CallRow | None:
             return row if row.b == 1 and row.topk and not row.page and not (row.window + row.topk) % _INDICES else None
         case SparseRow():
             return row if row.b == 1 and not row.topk % _INDICES else None
+        case FmhaRow() if _is_dense_step(row):
+            return row
         case FmhaRow():
             return row if row.b == 1 and row.window and row.has_sink and not row.window % _INDICES else None
     return None
@@ -102,15 +107,26 @@ def takes(row: CallRow) -> CallRow | None:
 
 def _differs(theirs: Any, ours: Any) -> float:
     """The difference of the two o, by `numbers_differ`; lse is not compared."""
-    return numbers_differ(from_torch(theirs[0]), ours[0])
+    o = from_torch(theirs[0])
+    return numbers_differ(o[..., : ours[0].shape[2], :], ours[0])
+
+
+def _is_dense_step(row: FmhaRow) -> bool:
+    return row.d == 576 and row.s_q == 1 and row.span is None and not row.has_sink and not row.s_kv % _PAGE
 
 
 def _prepare(package: Any, row: AttentionRow, operands: Operands) -> Call:
     if isinstance(row, DecodeRow):
         return _step(package, row, operands)
-    x = {name: to_torch(value) for name, value in prompt(row, operands).items()}
+    if isinstance(row, FmhaRow) and _is_dense_step(row):
+        return _dense_step(package, row, operands)
+    x = prompt(row, operands)
+    absent = max(0, min(_HEADS) - row.h_q)
+    x |= {"q": jnp.pad(x["q"], ((0, 0), (0, absent), (0, 0)))} if absent else {}
+    x |= {"sink": jnp.pad(x["sink"], (0, absent))} if absent and "sink" in x else {}
+    given = {name: to_torch(value) for name, value in x.items()}
     return functools.partial(
-        package.flash_mla_sparse_fwd, x["q"], x["kv"], x["indices"], row.d**-0.5, row.d, x.get("sink")
+        package.flash_mla_sparse_fwd, given["q"], given["kv"], given["indices"], row.d**-0.5, row.d_v, given.get("sink")
     )
 
 
@@ -170,6 +186,23 @@ def _step(package: Any, row: DecodeRow, operands: Operands) -> Call:
         attn_sink=to_torch(operands["sink"]),
         extra_k_cache=far,
         extra_indices_in_kvcache=far_slots,
+    )
+
+
+def _dense_step(package: Any, row: FmhaRow, operands: Operands) -> Call:
+    """One query of each sequence, which sees all of its keys, in pages that lie in order."""
+    pages = row.s_kv // _PAGE
+    table = jnp.arange(row.b * pages, dtype=jnp.int32).reshape(row.b, pages)
+    schedule, _ = package.get_mla_metadata()
+    return functools.partial(
+        package.flash_mla_with_kvcache,
+        to_torch(operands["q"]),
+        to_torch(operands["k"]).reshape(-1, _PAGE, 1, row.d),
+        to_torch(table),
+        to_torch(jnp.full(row.b, row.s_kv, jnp.int32)),
+        row.d_v,
+        schedule,
+        softmax_scale=row.d**-0.5,
     )
 
 

@@ -35,7 +35,7 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
     slots = np.asarray(indices[:, 0])
     seen = (slots >= 0) & (slots < n)
     o, lse = attention(q, kv[:, 0][np.where(seen, slots, 0)], seen, array(attn_sink), sm_scale)
-    return o, lse, lse
+    return o[..., :d_v], lse, lse
 
 
 def get_mla_metadata():
@@ -58,11 +58,19 @@ def flash_mla_with_kvcache(
     extra_k_cache=None,
     extra_indices_in_kvcache=None,
 ):
-    assert isinstance(tile_scheduler_metadata, Schedule) and num_splits is None and is_fp8_kvcache and not causal
-    assert block_table is None and cache_seqlens is None and head_dim_v == 512
+    assert isinstance(tile_scheduler_metadata, Schedule) and num_splits is None and not causal and head_dim_v == 512
     tile_scheduler_metadata.calls += 1
     q = array(q)
     b, s, h, d = q.shape
+    if indices is None:
+        assert not is_fp8_kvcache and attn_sink is None and extra_k_cache is None
+        pages, lengths = array(k_cache)[array(block_table)], np.asarray(array(cache_seqlens))
+        assert s == 1 and pages.shape == (b, pages.shape[1], 64, 1, d) and pages.dtype == jnp.bfloat16
+        keys = pages.reshape(b, -1, d)
+        seen = np.arange(keys.shape[1]) < lengths[:, None]
+        o, lse = attention(q[:, 0], keys, seen, np.full(h, -np.inf), softmax_scale)
+        return o[:, None, :, :512], lse[..., None]
+    assert is_fp8_kvcache and block_table is None and cache_seqlens is None
     keys, seen = [], []
     for pages, slots in ((k_cache, indices), (extra_k_cache, extra_indices_in_kvcache)):
         pages, slots = array(pages), np.asarray(array(slots))
