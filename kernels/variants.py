@@ -260,6 +260,18 @@ VARIANTS: tuple[Variant, ...] = (
         for to_fp8 in (False, True)
         for rows in (64, ANY)
     ),
+    # the same from FP8; x is multiplied by several matrices, and only where none is in 16 bits by packed ones
+    *(
+        FewRowsProduct(op, "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", **choices, weights="e4m3", max_rows=rows)
+        for op, *cut in (
+            ("few_rows_product", {"parts": 2}, {"parts": 4}, {"to_float32": True, "parts": 8}),
+            ("few_rows_product_of_turned", {"parts": 1}, {"parts": 2}),
+            ("few_rows_product_norm_rope", {}),
+            ("few_rows_product_index_query", {"parts": 2}, {"parts": 2, "to_fp8": True}),
+        )
+        for choices in cut
+        for rows in (64, ANY)
+    ),
     *(
         GroupedProduct(
             "grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", "mxfp4", gated, rows

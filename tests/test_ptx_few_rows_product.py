@@ -24,8 +24,9 @@ def test_is_right(key):
     judge(x, results(x))
 
 
-def of(op, parts=1, max_rows=64, to_float32=False, to_fp8=False, dtype="bfloat16"):
-    choices = {"dtype": dtype, "to_float32": to_float32, "parts": parts, "to_fp8": to_fp8, "max_rows": max_rows}
+def of(op, parts=1, max_rows=64, to_float32=False, to_fp8=False, dtype="bfloat16", weights=""):
+    choices = {"dtype": dtype, "to_float32": to_float32, "parts": parts, "to_fp8": to_fp8, "weights": weights}
+    choices["max_rows"] = max_rows
     return next((v for v in BUILT.values() if v.op == op and v.choices == choices), None)
 
 
