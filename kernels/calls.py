@@ -179,6 +179,7 @@ def mla_gradient(op: str, mode: Mode = PLAIN) -> Target:
     point. A bound is 64 bits for a key, the low word first.
     """
     sources, attributes = SOURCES[op.replace("_bwd", "_fwd")], SCALE
+    results: Arrays
     rows, resolution = OF_ROWS, arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
     if mode.bounds:
         rows = (*rows, array("most_of_p: f32[b s_q h_q]", "table"))

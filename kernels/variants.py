@@ -260,16 +260,24 @@ VARIANTS: tuple[Variant, ...] = (
         for to_fp8 in (False, True)
         for rows in (64, ANY)
     ),
-    # the same from FP8; x is multiplied by several matrices, and only where none is in 16 bits by packed ones
+    # the same from FP8; x is multiplied by several matrices, by packed ones only where none of them is in 16 bits
     *(
-        FewRowsProduct(op, "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", **choices, weights="e4m3", max_rows=rows)
-        for op, *cut in (
-            ("few_rows_product", {"parts": 2}, {"parts": 4}, {"to_float32": True, "parts": 8}),
-            ("few_rows_product_of_turned", {"parts": 1}, {"parts": 2}),
-            ("few_rows_product_norm_rope", {}),
-            ("few_rows_product_index_query", {"parts": 2}, {"parts": 2, "to_fp8": True}),
+        dataclasses.replace(
+            FewRowsProduct(f"few_rows_product{op}", "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", weights="e4m3"),
+            to_float32=result == "float32",
+            parts=parts,
+            to_fp8=result == "fp8",
+            max_rows=rows,
         )
-        for choices in cut
+        for op, result, cut in (
+            ("", "", (2, 4)),
+            ("", "float32", (8,)),
+            ("_of_turned", "", (1, 2)),
+            ("_norm_rope", "", (1,)),
+            ("_index_query", "", (2,)),
+            ("_index_query", "fp8", (2,)),
+        )
+        for parts in cut
         for rows in (64, ANY)
     ),
     *(
