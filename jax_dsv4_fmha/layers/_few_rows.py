@@ -119,9 +119,9 @@ def _squares(c: LowRank) -> jax.Array:
 
 def _operand(w: Matrix, heads: int = 0) -> jax.Array:
     """w as an operand of an op, which has a batch axis: `[1, …]`, and where columns are heads, an axis of these."""
-    if not isinstance(w, PackedMatrix):
-        return w[None]
-    return w.data.reshape(1, *(heads, -1) * bool(heads), *w.data.shape[1 if heads else 0 :])
+    if isinstance(w, PackedMatrix):
+        return (w.data.reshape(heads, -1, *w.data.shape[1:]) if heads else w.data)[None]
+    return w[None]
 
 
 def _low_rank_call(x: jax.Array, w: Matrix, rank: int) -> Callable[..., Arrays] | None:
@@ -178,7 +178,7 @@ def _by_group(w: Matrix) -> jax.Array:
     if not isinstance(w, PackedMatrix):
         return w[None]
     tiles, _, size = w.data.shape
-    return w.data.reshape(1, tiles, w.shape[0], -1, size)
+    return w.data.reshape(tiles, w.shape[0], -1, size)[None]
 
 
 def _call(
