@@ -38,7 +38,7 @@ class Config:
 
     @property
     def in_quarters(self) -> bool:
-        """Whether four CTAs share a query head, not two: a thread has too few registers for sums of 128 rows of half of
+        """True where four CTAs share a query head, not two: a thread has too few registers for sums of 128 rows of half of
         a head beside an operand."""
         return self.norms and self.weights != "" and self.row_tiles > 1
 
