@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha import Span
+from examples.serving.pages import Pages
+from jax_dsv4_fmha import Span, layers
 
 PICTURES = Path(__file__).parent / "pictures"
 
@@ -148,6 +149,83 @@ def layer() -> str:
     )
     words = paragraph(MARGIN, y + LINE, said, WIDTH - 2 * MARGIN)
     return svg(y + (len(words) + 1) * LINE, [*body, *words], "Who sees what in a DeepSeek-V4 layer")
+
+
+def drafts() -> str:
+    """A step with four drafts after six tokens: each sees those before it, or all see one another."""
+    new, past = 4, 6
+    width = (past + new) * CELL
+    top, right = 2 * LINE + 20, WIDTH / 2
+    body = grid(mask_of(Span.causal(new, past), new, past + new), MARGIN, top, "a step, as it is", width + 80)
+    shown = mask_of(Span.lengths(jnp.array([past + new], jnp.int32)), new, past + new)
+    body += grid(shown, right, top, "is_causal=False", width + 80)
+    said = f"Down: {new} new tokens. Across: {past} tokens of the cache, then the new ones. Filled: the token is seen."
+    words = paragraph(MARGIN, top + new * CELL + LINE + 8, said, WIDTH - 2 * MARGIN)
+    return svg(top + new * CELL + (len(words) + 1.5) * LINE, [*body, *words], "What drafts see")
+
+
+OWNERS = ("scores", "softmax", "out", "store")
+
+
+def zigzag() -> str:
+    """Who computes which rows of a causal mask, with tokens as they come and in zigzag order."""
+    n, devices = 16, len(OWNERS)
+    body, top = [], LINE + 30
+    for k, (title, order) in enumerate(
+        (("as they come", np.arange(n)), ("zigzag", layers.zigzag(np.arange(n)[None], devices)[0]))
+    ):
+        x = MARGIN + k * WIDTH / 2
+        body += paragraph(x, LINE + 8, title, WIDTH / 2)
+        pairs = [0] * devices
+        for place, i in enumerate(np.asarray(order).tolist()):
+            owner = place * devices // n
+            pairs[owner] += i + 1
+            body += [cell(x + j * CELL, top + i * CELL, OWNERS[owner] if j <= i else "idle") for j in range(n)]
+        body += paragraph(x, top + n * CELL + LINE + 4, f"pairs: {', '.join(map(str, pairs))}", WIDTH / 2)
+    said = (
+        f"Down: queries by position. Across: keys. A colour is a device; each of {devices} has {n // devices} of the {n} tokens. "
+        "Below: how many pairs of query and key each device has, so how much it computes."
+    )
+    y = top + n * CELL + 2 * LINE + 12
+    words = paragraph(MARGIN, y + LINE, said, WIDTH - 2 * MARGIN)
+    return svg(y + (len(words) + 1) * LINE, [*body, *words], "Causal attention over devices")
+
+
+def pages() -> str:
+    """Pages of a pool at three moments, as the allocator of examples/serving hands them out."""
+    pool, size, down = Pages(places=2, room=6 * 32, page=32, count=6), 46, 4 * LINE + 62
+    texts: dict[int, str] = {}
+    body = []
+
+    def moment(k: int, title: str) -> None:
+        y = k * down + LINE
+        body.append(text(MARGIN, y, title))
+        body.append(text(MARGIN, y + 44, "pool"))
+        for page in range(6):
+            owner = next((who for place, who in texts.items() if page in pool.table[place]), "")
+            kind = {"a": "scores", "b": "out", "c": "softmax"}.get(owner, "idle")
+            x, on = MARGIN + 70 + page * (size + 8), {"idle": "ink", "softmax": "on-softmax"}.get(kind, "on")
+            body.extend(
+                [box(x, y + 16, size, 40, kind), text(x + size / 2, y + 43, f"{owner} {page}".strip(), on, "middle")]
+            )
+        rows = [", ".join(map(str, row[row >= 0].tolist())) or "no page" for row in pool.table]
+        for place, row in enumerate(rows):
+            body.append(
+                text(MARGIN + 70, y + 56 + (place + 1) * LINE, f"place {place}, {texts.get(place, 'idle')}: {row}")
+            )
+
+    texts |= {0: "a", 1: "b"}
+    pool.grow(0, 70)
+    pool.grow(1, 60)
+    moment(0, "Text a has 70 tokens, b 60; a page has room for 32.")
+    pool.leave(1)
+    del texts[1]
+    moment(1, "b has ended: its place is idle, its pages are free.")
+    texts[1] = "c"
+    pool.grow(0, 100)
+    pool.grow(1, 33)
+    moment(2, "c takes the place; a has grown to 100 tokens.")
+    return svg(3 * down + 8, body, "Pages of sequences that come and go")
 
 
 # Who works when
@@ -353,6 +431,9 @@ DRAWN: dict[str, Callable[[], str]] = {
     for f in (
         masks,
         layer,
+        drafts,
+        zigzag,
+        pages,
         mha_forward,
         mla_forward,
         few_heads,

@@ -30,6 +30,8 @@ BRIEF = (*KERNELS, ROOT / "docs/architecture.md")
 GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))
 DRAW = runpy.run_path(str(ROOT / "docs/draw.py"))
 
+from figures import ran as runs  # noqa: E402  generate.py says where
+
 Check = Callable[[], Iterable[str]]
 CHECKS: list[Check] = []
 
@@ -148,6 +150,12 @@ def ran() -> Iterator[str]:
         for name in re.findall(r"`(\w+)`", row.split(" | ")[1]):
             if not re.search(rf"\b{name}(_sm90)?\b", record):
                 yield f"docs/ran.json: has no {name}"
+
+
+@check
+def machine_code() -> Iterator[str]:
+    """No record of times is older than the machine code of its kernels, as far as it names it and kernels are built."""
+    yield from runs.older(runs.bench_records())
 
 
 BY_ARITHMETIC = ("transforms", "verification")  # rates on paper, and what tests allow

@@ -6,6 +6,7 @@
 #include "few_rows_product_plan.h"
 #include "forward_plan.h"
 #include "fused_moe_plan.h"
+#include "hyper_connection_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
 #include "indexer_within_plan.h"
@@ -239,6 +240,14 @@ int dsv4_fmha_plan_grouped_product(const FusedMoeShape* shape, bool gated, float
                                    size_t error_bytes) {
   return Show(kGroupedProduct.name, PlanGroupedProduct(*shape, gated, *tiles, limit, *addresses),
               CheckFusedMoeShape(*shape), out, error, error_bytes);
+}
+
+// Hyper-connections between two sublayers: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_hyper_connection(const HyperConnectionShape* shape, float eps, float hc_eps, const Tiles* tiles,
+                                    const HyperConnectionAddresses* addresses, ShownLaunch* out, char* error,
+                                    size_t error_bytes) {
+  return Show(kHyperConnection.name, PlanHyperConnection(*shape, eps, hc_eps, *tiles, *addresses),
+              CheckHyperConnectionShape(*shape), out, error, error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

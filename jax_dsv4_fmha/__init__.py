@@ -15,6 +15,7 @@ from ._ops.dot_product_attention import dot_product_attention
 from ._ops.dsv4 import dsv4_attention
 from ._ops.fmha import fmha
 from ._ops.fused_moe import fused_moe
+from ._ops.hyper_connection import HyperConnection, hyper_connection
 from ._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
 from ._ops.indexer_training import indexer_loss, indexer_scores
 from ._ops.merge import merge
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EXPORT_CHECKS",
     "Cache",
+    "HyperConnection",
     "PackedExperts",
     "PackedMatrix",
     "Quantized",
@@ -39,6 +41,7 @@ __all__ = [
     "fmha",
     "fused_moe",
     "head_summed_probabilities",
+    "hyper_connection",
     "indexer_blocks",
     "indexer_loss",
     "indexer_scores",

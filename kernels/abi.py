@@ -705,10 +705,30 @@ class GroupedProduct(Variant):
         )
 
 
+@dataclass(frozen=True)
+class HyperConnection(Variant):
+    """Streams between two sublayers: those after the first, and what the second is given."""
+
+    hidden: int  # channels of a stream
+    dtype: str  # of streams
+
+    family, layout = "hyper_connection", "hyper_connection"
+
+    @property
+    def params(self) -> Params:
+        given = ("x", "y", "post", "mix", "taken", "fn", "scale", "base", "norm")
+        return (
+            *each("address", *given, "new_x", "z", "new_pre", "new_post", "new_mix"),
+            *each("int32", "tokens", "has_taken", "iterations"),
+            *each("float32", "eps", "hc_eps"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
+    HyperConnection,
 )
 
 

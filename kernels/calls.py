@@ -404,6 +404,24 @@ TARGETS = (
         ),
         {"limit": "float32", "format": "string"},
     ),
+    Target(
+        "hyper_connection",
+        "hyper_connection",
+        (
+            *arrays("x: T[b s_q 4 hidden]", "y: T[b s_q hidden]"),
+            *(array(f"{name}: f32[b s_q {axes}]", aligned=True) for name, axes in (("post", "4"), ("mix", "4 4"))),
+            array("taken: f32[b s_q n_taken]", aligned=True),  # n_taken is 4, or 0 where z takes the new pre
+            array("fn: f32[24 4 hidden]", aligned=True),
+            *arrays("scale: f32[3]"),
+            array("base: f32[24]", aligned=True),
+            array("norm: f32[hidden]", aligned=True),
+        ),
+        (
+            *arrays("new_x: T[b s_q 4 hidden]", "z: T[b s_q hidden]"),
+            *arrays("new_pre: f32[b s_q 4]", "new_post: f32[b s_q 4]", "new_mix: f32[b s_q 4 4]"),
+        ),
+        {"iterations": "int64", "hc_eps": "float32", **EPS},
+    ),
     *(
         Target(
             name,

@@ -19,6 +19,7 @@ from .abi import (
     Forward,
     GroupedProduct,
     GroupRows,
+    HyperConnection,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -288,6 +289,7 @@ VARIANTS: tuple[Variant, ...] = (
         for rows in (FEW_ROWS, ANY)
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
+    HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

@@ -14,7 +14,7 @@ def sigmoid(x):
 def connections(model, p, x, eps):
     """pre, post [n] and mix [n, n] of a token's streams x [n, hidden]."""
     n = len(x)
-    numbers = norm(x.ravel(), eps=eps) @ p["fn"]
+    numbers = norm(x.ravel(), eps=eps) @ p["fn"].T
     pre, post = (numbers[i * n : (i + 1) * n] * p["scale"][i] + p["base"][i * n : (i + 1) * n] for i in (0, 1))
     mix = np.exp((numbers[2 * n :] * p["scale"][2] + p["base"][2 * n :]).reshape(n, n))
     mix = mix / mix.sum(1, keepdims=True) + model.hc_eps
@@ -102,7 +102,7 @@ def run(model, params, tokens, main=None):
             means.append(np.stack([y.mean(0) for y in (entering if model.delayed else x)]))
     if not model.delayed:
         p = params["hc"]
-        before = [sigmoid(norm(y.ravel(), eps=eps) @ p["fn"] * p["scale"] + p["base"]) + model.hc_eps for y in x]
+        before = [sigmoid(norm(y.ravel(), eps=eps) @ p["fn"].T * p["scale"] + p["base"]) + model.hc_eps for y in x]
     return np.stack([norm(c @ y, params["norm"], eps) @ params["head"] for c, y in zip(before, x, strict=True)]), means
 
 

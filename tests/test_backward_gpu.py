@@ -85,7 +85,7 @@ def gradients(case, only, dtype=None, **choices):
 
 
 @pytest.mark.parametrize("only", ["both", "lse"])
-@pytest.mark.parametrize("case", TABLE, ids=lambda x: x.name)
+@pytest.mark.parametrize("case", TABLE, ids=lambda x: x.id)
 def test_gradients_by_kernels(case, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")

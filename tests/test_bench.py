@@ -16,6 +16,7 @@ from jax_dsv4_fmha._bench import SUITES, devices, layer, measure, prompt, v41
 from jax_dsv4_fmha._bench.attention import FmhaRow, LayerRow, SparseRow
 from jax_dsv4_fmha._bench.decode import DecodeRow, LayersRow, permutations, step
 from jax_dsv4_fmha._bench.indexer import AttendedRow, InsideBlocksRow, ScoresRow, TopkRow
+from jax_dsv4_fmha._bench.machine_code import changed, machine_code
 from jax_dsv4_fmha._bench.row import maker
 from jax_dsv4_fmha._cli import bench, main
 from jax_dsv4_fmha._host import library
@@ -496,3 +497,48 @@ def test_bench(capsys):
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["times"].keys() == {"ours", "cudnn", "xla"}
     assert any("mha_fwd_sm90" in kernel for kernel in row["times"]["ours"]["kernels"])
+
+
+class TestMachineCode:
+    """A row names the kernels that it timed, by the profiler's names and the program's custom calls."""
+
+    PACKED = (("a", "v4_fp8"), ("b", "v41_fp8"), ("c", ""))
+
+    @pytest.fixture(autouse=True)
+    def built(self, monkeypatch, no_gpu):
+        def row(key, op, symbol, arch="sm_90a", **choices):
+            return {"key": key, "op": op, "symbol": symbol, "arch": arch, "choices": choices, "sha256": key * 64}
+
+        rows = [row(key, "dsv4_decode", "mla_0", dtype="bfloat16", packing=x) for key, x in self.PACKED]
+        rows += [row(f"{d}", "mha_fwd", "mha_0", dtype="float16", d=d, max_heads=128) for d in (64, 128)]
+        rows += [
+            row("f", "csa_fwd", "mla_0"),
+            row("g", "combine", "combine_0"),
+            row("h", "csa_fwd", "mla_0", "sm_100f"),
+        ]
+        monkeypatch.setattr(library, "manifest", lambda: {"variants": rows})
+        monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+
+    @pytest.mark.parametrize(
+        ("symbols", "program", "keys"),
+        [
+            ({"mla_0", "fusion"}, "", "abcf"),
+            ({"mla_0", "combine_0"}, 'bf16[8], custom_call_target="dsv4_fmha_dsv4_decode", packing = "v4_fp8"', "ag"),
+            ({"mla_0"}, 'bf16[8], custom_call_target="dsv4_fmha_dsv4_decode", {packing = "", order = 0}', "c"),
+            ({"mla_0"}, 'f16[8], custom_call_target="dsv4_fmha_dsv4_decode"', ""),
+            ({"mla_0"}, 'f16[8], custom_call_target="dsv4_fmha_csa_fwd"', "f"),
+            ({"combine_0"}, 'f16[8], custom_call_target="dsv4_fmha_csa_fwd"', "g"),
+        ],
+    )
+    def test_of_a_row(self, symbols, program, keys):
+        assert machine_code(symbols, program) == {key: key * 16 for key in keys}
+
+    def test_the_width_of_heads(self):
+        program = 'a = f16[1,64,4,128]{3,2} custom-call(b), custom_call_target="dsv4_fmha_mha_fwd"'
+        assert [*machine_code({"mha_0"}, program)] == ["128"]
+
+    def test_what_has_changed(self):
+        built = library.manifest()["variants"]
+        recorded = {"a": "a" * 16, "old name": "b" * 16, "c": "x" * 16, "gone": "y" * 16}
+        assert changed(recorded, built, is_whole=True) == ["c", "gone"]
+        assert changed(recorded, built, is_whole=False) == ["c"]

@@ -24,6 +24,7 @@ from interpreter.kernels.native import (
     plan_few_rows_product,
     plan_group_rows,
     plan_grouped_product,
+    plan_hyper_connection,
     plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
@@ -47,6 +48,7 @@ from kernels.abi import (
     Forward,
     GroupedProduct,
     GroupRows,
+    HyperConnection,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -183,6 +185,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
             launch = plan_group_rows(sizes, tile_m=16)
         else:
             launch = plan_grouped_product(sizes, variant.gated, 1.0, tile_m=16, tile_n=128, processors=132)
+    elif isinstance(variant, HyperConnection):
+        sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
+        launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

@@ -97,13 +97,13 @@ class TestCheckTheReference:
         monkeypatch.setattr(check, "CASES", cases)
 
     def test_passes(self, capsys):
-        assert main(["check", "--filter", "fmha-s_q2*", "--progress"]) == 0
+        assert main(["check", "--filter", "fmha: 2 queries*", "--progress"]) == 0
         text, bar = capsys.readouterr()
         assert "no CUDA device" in text and "passed" in text and text.splitlines()[-1] == "2 passed"
         assert "0/2" in bar and "1/2" in bar
 
     def test_json(self, capsys):
-        assert main(["check", "--filter", "fmha-s_q2*", "--json"]) == 0
+        assert main(["check", "--filter", "fmha: 2 queries*", "--json"]) == 0
         text, rest = capsys.readouterr()
         data = json.loads(text)
         assert data["compared"] == "reference, float64" and "2 passed" in rest and "/2" not in rest
@@ -116,7 +116,7 @@ class TestCheckTheReference:
             return broken(o), lse
 
         monkeypatch.setattr(attention, "run_reference", run)
-        assert main(["check", "--filter", "fmha-s_q2*"]) == 1
+        assert main(["check", "--filter", "fmha: 2 queries*"]) == 1
         text = capsys.readouterr().out
         assert text.count("FAILED") > 2 and text.splitlines()[-1] == "2 FAILED"
 
@@ -127,13 +127,20 @@ class TestCheckTheReference:
             return run_reference(case)
 
         monkeypatch.setattr(attention, "run_reference", run)
-        assert main(["check", "--filter", "fmha-s_q2*"]) == 1
+        assert main(["check", "--filter", "fmha: 2 queries*"]) == 1
         text = capsys.readouterr().out
         assert "RuntimeError: broken\n" in text and text.splitlines()[-1] == "1 FAILED, 1 passed"
 
-    def test_a_part_of_the_name_will_do(self, capsys):
-        assert main(["check", "--filter", "topk3"]) == 0
+    @pytest.mark.parametrize("part", ["top-k 3", "topk3"])
+    def test_a_part_of_the_name_will_do(self, capsys, part):
+        """A part of the id, by which pytest knows a case, does too."""
+        assert main(["check", "--filter", part]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == "1 passed"
+
+    def test_a_list_of_names(self, capsys):
+        assert main(["check", "--list", "--filter", "fmha: *"]) == 0
+        names = capsys.readouterr().out.splitlines()[1:]
+        assert names == [f"fmha: 2 queries, 1 head, 9 keys, d {d}" for d in (64, 8)]
 
     @pytest.mark.parametrize(
         "error, status, says",
@@ -147,7 +154,7 @@ class TestCheckTheReference:
             raise error
 
         monkeypatch.setattr(attention, "run_reference", run)
-        assert main(["check", "--filter", "fmha-s_q2*"]) == status
+        assert main(["check", "--filter", "fmha: 2 queries*"]) == status
         assert capsys.readouterr().out.splitlines()[-1] == says
 
     def test_interrupted(self, capsys, monkeypatch):
@@ -159,7 +166,7 @@ class TestCheckTheReference:
             return run_reference(case)
 
         monkeypatch.setattr(attention, "run_reference", run)
-        assert main(["check", "--filter", "fmha-s_q2*"]) == 130
+        assert main(["check", "--filter", "fmha: 2 queries*"]) == 130
         text, errors = capsys.readouterr()
         assert text.splitlines()[-1] == "Interrupted after 1 of 2 cases: 1 passed" and errors == ""
 
@@ -195,14 +202,14 @@ class TestCheckKernels:
         self.run(monkeypatch)
         assert main(["check"]) == 0
         text = capsys.readouterr().out
-        assert "dsv4_attention-s_q4-s_kv9-d16-shared_kv-ratio4-s_c2: o within" in text
+        assert "dsv4_attention: 4 queries, 1 head, 9 keys, 2 entries of 4 tokens, d 16\n" in text and "o within" in text
         assert "NotImplementedError: sparse_fmha: got this, wanted that\n" in text
         assert "needs 128 GiB of device memory, has 1 GiB" in text
         assert text.splitlines()[-1] == "2 passed, 1 not built, 1 skipped"
 
     def test_another_second_result_fails(self, monkeypatch, capsys):
         self.run(monkeypatch, lambda results: [results[0], (results[1][0].at[0, 0].add(0.001), results[1][1])])
-        assert main(["check", "--filter", "fmha-s_q4*"]) == 1
+        assert main(["check", "--filter", "fmha: 4 queries*"]) == 1
         assert "; 64 elements differ in the second run" in capsys.readouterr().out
 
 
@@ -297,5 +304,5 @@ def test_wrong_arguments(arguments, capsys):
 @pytest.mark.usefixtures("cuda")
 class TestOnGpu:
     def test_check(self, capsys):
-        assert main(["check", "--filter", "fmha-s_q1-s_kv1*"]) == 0
+        assert main(["check", "--filter", "fmha: 1 query, 1 head, 1 key,*"]) == 0
         assert "passed" in capsys.readouterr().out.splitlines()[-1]

@@ -76,7 +76,7 @@ def test_steps_equal_the_whole_sequence(far, kind, s_q):
         assert_close(got, (want[0][:, now], want[1][:, now]))
 
 
-@pytest.mark.parametrize("case", [c for c in STEPS if c.page in (61, 64)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in STEPS if c.page in (61, 64)], ids=lambda case: case.id)
 def test_rounds_once(case):
     want = run_reference(case)
     for implementation in (None, "reference"):
@@ -92,7 +92,7 @@ def test_cases_hold_what_the_issue_asks_for():
         (_, *caches), _ = case.operands()
         for cache in caches:
             entries = dequantize_cache(cache.entries, cache.layout) if cache.is_packed else cache.entries
-            assert jnp.isnan(entries).all(-1).any(), case.name
+            assert jnp.isnan(entries).all(-1).any(), case.id
     assert {c.layouts for c in poisoned} == {(None, None), *LAYOUTS_OF.values()}
 
 
@@ -501,7 +501,7 @@ def test_the_recipe_for_pages_of_others():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.id)
 def test_kernel(case):
     """Right, the same bits in the second run, and every element written."""
     got, again = run_into(case, (0.0, np.nan), implementation="cubin")

@@ -412,7 +412,7 @@ def test_checkpoint(tmp_path):
     for name in ("main", "main_norm", "norm", "w1", "w2"):
         tensor, axes = of_drafts[name]
         np.testing.assert_array_equal(drafts[name], values[tensor].transpose(axes))
-    np.testing.assert_array_equal(drafts["hc"]["fn"], values["mtp.1.hc_head_fn"].T)
+    np.testing.assert_array_equal(drafts["hc"]["fn"], values["mtp.1.hc_head_fn"])
     np.testing.assert_array_equal(drafts["layers"][1]["attention"]["wkv"], values["mtp.1.attn.wkv.weight"].T)
     np.testing.assert_array_equal(drafts["layers"][0]["moe"]["w2"][3], values["mtp.0.ffn.experts.3.w2.weight"].T)
     np.testing.assert_array_equal(drafts["routing"][1], values["mtp.1.ffn.gate.bias"])

@@ -151,6 +151,19 @@ def test_a_fragment_is_found(docstring):
     assert find(docstring) and not find("Offsets of keys.") and not find("The keys that a query sees. Of one entry.")
 
 
+def test_records_are_of_the_machine_code_that_is_built():
+    assert [*LINT["machine_code"]()] == []
+
+
+def test_a_record_of_older_machine_code_is_found(monkeypatch):
+    ran = LINT["runs"]
+    row = {"key": "a_key", "sha256": "b" * 64, "arch": "sm_90a"}
+    monkeypatch.setattr(ran.library, "manifest", lambda: {"variants": [row]})
+    rows = [{"name": x, "times": {"ours": {"machine_code": {"a_key": x * 16}}, "xla": {}}} for x in "ab"]
+    found = [*ran.older({"h200": {"devices": [{"compute_capability": "9.0"}], "rows": rows}})]
+    assert found == ["docs/h200.json: a: timed older machine code of a_key"]
+
+
 def test_a_tree_is_paths():
     lines = ["## The tree", "", "    a/    files/ of it", "      b/c/    more", "      b/{d,e}/   two", "    f/  g/"]
     found = LINT["tree"]("\n".join([*lines, "", "## Next", "    h/"]))

@@ -37,13 +37,13 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
 def test_it_equals_the_definition(case):
     assert_right(run(case), run_reference(case))
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
 def test_one_launch_equals_the_definition(case):
     assert_right(run(case), run_reference(case))
 
@@ -106,7 +106,7 @@ def test_spans_say_what_numbers_say(implementation, chosen):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("case", [c for c in LAYERS if c.s_c], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in LAYERS if c.s_c], ids=lambda case: case.id)
 def test_one_launch_and_two_agree(case):
     args, kwargs = case.operands()
     numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if isinstance(kwargs.get(name), int)}
@@ -117,7 +117,7 @@ def test_one_launch_and_two_agree(case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.id)
 def test_kernel(case):
     got = run(case, "cubin" if case.has_kernel else None)
     assert_right(got, run_reference(case))

@@ -114,6 +114,16 @@ def test_a_cache_that_cannot_be_shared_out():
         long_cache.zeros(mesh, 1, 128, 32, 16)
 
 
+@pytest.mark.slow
+def test_paged_devices(capsys):
+    """Texts end, others take their places and pages, and each has the results that it has alone."""
+    off = example("paged_devices").main(texts=19)
+    text = capsys.readouterr().out
+    places, reused = (int(re.search(rf"(\d+){words}", text)[1]) for words in (" places", " of them where"))
+    assert off < 1e-5 and places == 16 and reused >= 3
+    assert "collectives of a step: none" in text and str([3] * 8) in text
+
+
 def test_sharded(capsys):
     example("sharded").main(s=128, h=8, d=16)
     text = capsys.readouterr().out

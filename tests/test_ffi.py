@@ -37,6 +37,7 @@ from jax_dsv4_fmha._host import (
     few_rows_product,
     fused_moe,
     gradients,
+    hyper_connection,
     indexer,
     key_codes,
     kv_insert,
@@ -49,7 +50,7 @@ from jax_dsv4_fmha._host.call import TARGETS
 from jax_dsv4_fmha._host.mode import PLAIN, Mode, name_of
 from kernels import abi, calls, tables, targets
 from kernels.abi import ANY, BACKWARD_OPS, FORWARD_OPS, Combine, Forward
-from kernels.packings import PACKED
+from kernels.packings import PACKED, ROPE
 from kernels.params import TILING, gathers
 from kernels.variants import KERNELS, VARIANTS
 from tests.hopper_e4m3 import assert_right
@@ -131,7 +132,17 @@ def test_a_mode_is_the_same_for_kernels_and_the_package():
 
 
 def test_every_target_has_a_raw_call():
-    modules = (few_rows_product, fused_moe, gradients, indexer, key_codes, kv_insert, rope, seen_slots)
+    modules = (
+        few_rows_product,
+        fused_moe,
+        gradients,
+        hyper_connection,
+        indexer,
+        key_codes,
+        kv_insert,
+        rope,
+        seen_slots,
+    )
     raw = {name for module in modules for name in vars(module)}
     with_modes = {v.name for v in VARIANTS if v.op in (*FORWARD_OPS, *BACKWARD_OPS)}
     assert {name.removesuffix("_shared_kv") for name in TARGETS if name not in with_modes} <= raw
@@ -532,8 +543,11 @@ for variant in test_ffi.BUILT:
 @one_of_each_op
 def test_unknown_variant_lists_what_is_built(variant):
     x = operands(dataclasses.replace(variant, d=96)).arguments()
-    if variant.mode.keeps_rope:  # whose keys say what d is
-        with pytest.raises(ValueError, match=r"window_kv: got shape \[2, \d+, 224\], wanted \[2, \d+, 640\]"):
+    if variant.mode.is_e4m3:  # whose keys say what d is: codes, RoPE's numbers in bfloat16, and a unit
+        of_rope = 2 * ROPE if variant.mode.keeps_rope else 0
+        of_d, of_kernel = (d + of_rope + abi.UNIT_BYTES for d in (96, 512))
+        says = rf"window_kv: got shape \[2, \d+, {of_d}\], wanted \[2, \d+, {of_kernel}\]"
+        with pytest.raises(ValueError, match=says):
             function(variant)(*x, scale=0.1)
         return
     says = rf"UNIMPLEMENTED: .*{variant.name}: no kernel for d=96, dtype=BF16.* on sm_\d+a?; built: .*{variant.key}"

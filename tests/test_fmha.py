@@ -39,7 +39,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
 def test_rounds_once(case):
     want = run_reference(case)
     for implementation in (None, "reference"):
@@ -159,13 +159,11 @@ def test_nothing_built():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 class TestKernel:
-    @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.id)
     def test_equals_the_reference(self, case):
         assert_right(run(case, "cubin"), run_reference(case))
 
-    @pytest.mark.parametrize(
-        "case", [c for c in TABLE if not c.is_small and c.s_q < 10_000], ids=lambda case: case.name
-    )
+    @pytest.mark.parametrize("case", [c for c in TABLE if not c.is_small and c.s_q < 10_000], ids=lambda case: case.id)
     def test_same_bits_on_every_run(self, case):
         args, kwargs = jax.device_put(case.operands())
         f = jax.jit(lambda args, kwargs: fmha(*args, **kwargs, implementation="cubin"))
@@ -184,7 +182,7 @@ class TestKernel:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             for case, got, y in zip(cases, pool.map(repeat, cases), want, strict=True):
                 for x in got:
-                    assert all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True)), case.name
+                    assert all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True)), case.id
 
     def test_none_takes_the_kernel_and_has_a_gradient(self):
         q, k, v, sink = small()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests import gpu
+from tests import gpu, ran
 
 TESTS = {
     "test_some.py": """
@@ -116,3 +116,38 @@ def test_without_a_gpu_it_says_so(suite, capsys):
     with pytest.raises(SystemExit):
         suite("--skip-passed", "nowhere.jsonl")
     assert "there is no nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_results_are_noted_in_the_table_of_runs(tmp_path, capsys):
+    """A row gets the card and the day of the newest of its tests, unless one of them failed."""
+    results, table = tmp_path / "gpu.jsonl", tmp_path / "ran.json"
+    runs = {
+        ("2026-01-02T03:04:05", "NVIDIA H100 80GB HBM3, jax 0.11.2"): {"a[one]": "failed", "c[one]": "passed"},
+        ("2026-02-03T04:05:06", "NVIDIA H200, jax 0.11.2"): {
+            "a[one]": "passed",
+            "a[two]": "passed",
+            "a[three]": "skipped",
+            "b[one]": "timeout",
+        },
+    }
+    lines = []
+    for (began, device), outcomes in runs.items():
+        lines.append({"began": began, "device": device, "tests": len(outcomes)})
+        lines += [{"test": x, "outcome": outcome, "seconds": 1.0, "why": ""} for x, outcome in outcomes.items()]
+    results.write_text("\n".join(map(json.dumps, lines)))
+    record = {"source": "“none”", "rows": [{"kernels": x, "tests": None, "by": rf"^{x}\["} for x in "abcd"]}
+    table.write_text(ran.written(record))
+    assert ran.main([str(results), "--commit", "0123456"], table) == 1
+    rows = [row["tests"] for row in json.loads(table.read_text())["rows"]]
+    assert rows == [
+        ["0123456", "H200", "2026-02-03", "2 tests"],
+        None,
+        ["0123456", "H100", "2026-01-02", "1 test"],
+        None,
+    ]
+    assert "FAILED  b: b[one]" in capsys.readouterr().out
+
+
+def test_the_table_of_runs_is_as_it_is_written():
+    text = ran.RAN.read_text()
+    assert ran.written(json.loads(text)) == text

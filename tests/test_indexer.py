@@ -579,7 +579,7 @@ def test_a_chip_that_has_scores_and_not_their_gradient(monkeypatch):
 ONE_OF_EACH = {(type(case), getattr(case, "page", None)): case for case in INDEXER}.values()
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=lambda c: c.id)
 def test_reference_against_float64(case):
     assert case.complaints("reference") == []
 
@@ -671,7 +671,7 @@ def test_kernel(cuda, h, dtype, s_q, s_c, topk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", INDEXER, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", INDEXER, ids=lambda c: c.id)
 def test_case(cuda, case):
     with jax.default_device(cuda):
         assert case.complaints("cubin") == []

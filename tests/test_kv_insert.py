@@ -237,7 +237,7 @@ def test_more_tokens_than_the_steps_of_a_cache():
         layer.step(params, jnp.zeros((1, 3, 24)), layer.cache(1, 64, jnp.float32, steps=2), lengths=3)
 
 
-@pytest.mark.parametrize("case", INSERT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", INSERT, ids=lambda case: case.id)
 def test_check_s_cases(case):
     """The definition is right, by NumPy in float64."""
     assert case.complaints("reference") == []

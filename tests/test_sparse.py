@@ -32,7 +32,7 @@ def test_rounds_once(implementation):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("case", [case for case in TABLE if case.d == 512], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in TABLE if case.d == 512], ids=lambda case: case.id)
 def test_kernel(case):
     assert_right(run(case, "cubin"), run_reference(case))
 

@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jax_dsv4_fmha._bench.machine_code import changed
+from jax_dsv4_fmha._host import library
+
 from .records import (
     DECODE,
     DEVICES,
@@ -18,6 +21,7 @@ from .records import (
     SAME_BITS,
     STEPS,
     TODAY,
+    bench_records,
     texts,
 )
 
@@ -66,3 +70,30 @@ def _symbols(record: dict[str, Any]) -> Iterator[str]:
     for row in record["rows"]:
         for times in row["times"].values():
             yield from (name.rsplit("_", 1)[0] for name in times.get("kernels", {}))
+
+
+def machine_code() -> str:
+    """A row for each record that bench wrote: for how many of its rows it names the machine code."""
+    rows = []
+    for name, record in bench_records().items():
+        known, of = sum(bool(_digests(row)) for row in record["rows"]), len(record["rows"])
+        card = record["devices"][0]["name"].split()[1]
+        said = NOT_RECORDED if not known else "recorded" if known == of else f"recorded for {known} rows"
+        rows.append([f"`{name}.json`", f"{card}, {record['date'][:10]}", str(of), said])
+    return texts("record | taken | rows | machine code", rows)
+
+
+def _digests(row: dict[str, Any]) -> dict[str, str]:
+    """The digests of the kernels of a row, by their keys."""
+    return {key: x for times in row["times"].values() for key, x in times.get("machine_code", {}).items()}
+
+
+def older(records: dict[str, Any]) -> Iterator[str]:
+    """The rows of records whose kernels have changed since, as far as kernels are built here; nothing without them."""
+    built, archs = library.manifest()["variants"], {v.arch for v in library.variants()}
+    for name, record in records.items():
+        for row in record["rows"]:
+            arch = f"sm_{str(record['devices'][0]['compute_capability']).replace('.', '')}"
+            is_whole = any(x.startswith(arch) for x in archs)
+            if keys := changed(_digests(row), built, is_whole=is_whole):
+                yield f"docs/{name}.json: {row['name']}: timed older machine code of {', '.join(keys)}"

@@ -14,6 +14,12 @@ def load(name: str) -> Any:
     return json.loads((DOCS / f"{name}.json").read_text())
 
 
+def bench_records() -> dict[str, Any]:
+    """The records that `bench` wrote, by the names of their files."""
+    found = {path.stem: load(path.stem) for path in sorted(DOCS.glob("*.json"))}
+    return {name: x for name, x in found.items() if "rounds" in x and "date" in x}
+
+
 FORWARD, DECODE, GRAD, SAME_BITS = map(load, ("h200", "h200_decode", "h200_grad", "h100_grad"))
 
 

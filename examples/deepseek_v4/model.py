@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import PackedExperts, fused_moe
+from jax_dsv4_fmha import HyperConnection, PackedExperts, fused_moe, hyper_connection
 from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
@@ -243,7 +243,7 @@ class Model:
             x, out, _ = self.block(i, params, p, before, tokens, caches[i], shared, attend)
             shared, after = shared.after(out), [*after, out.cache]
             if i in self.seen:
-                seen = (before if self.delayed else x).x
+                seen = (before if self.delayed else x).after()
                 means.append(seen.mean(2, dtype=jnp.float32).astype(seen.dtype))
         if at is not None:
             x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
@@ -251,16 +251,17 @@ class Model:
 
     def embedded(self, params: Any, tokens: jax.Array) -> "Streams":
         """The streams before the first layer."""
-        x = params["embed"][tokens]
-        x = jnp.broadcast_to(x[:, :, None], (*tokens.shape, self.streams, self.hidden))
-        return Streams(x, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
+        y = params["embed"][tokens]
+        x = jnp.zeros((*tokens.shape, self.streams, self.hidden), y.dtype)
+        post, mix = jnp.ones(x.shape[:3]), jnp.zeros((*x.shape[:3], self.streams))
+        return Streams(x, y, post, mix, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
 
     def reminded(self, i: int, params: Any, p: Any, streams: "Streams", rows: jax.Array | None) -> "Streams":
         """The streams before layer i, with parameters p, and what its engram recalls, if it has one."""
         if rows is None:
             return streams
-        x = recalled(p["engram"], params["tables"][str(i)], streams.x, rows, self.layers[i].eps)
-        return streams._replace(x=x)
+        x = recalled(p["engram"], params["tables"][str(i)], streams.after(), rows, self.layers[i].eps)
+        return Streams.of(x, streams.pre)
 
     def block(
         self,
@@ -274,18 +275,15 @@ class Model:
         attend: Callable[..., Output],
     ) -> tuple["Streams", Output, jax.Array]:
         """Layer i, with parameters p: the streams after it; attention's output; how many tokens each expert got."""
-        layer, (x, before) = self.layers[i], streams
-        pre, post, mix = self.connections(p["attention_hc"], x)
-        y = norm(joined(before if self.delayed else pre, x), p["attention_norm"], layer.eps)
-        out = attend(layer, p["attention"], y, cache, shared)
-        x, before = mixed(post, mix, out.y, x), pre
-        pre, post, mix = self.connections(p["moe_hc"], x)
-        y = norm(joined(before if self.delayed else pre, x), p["moe_norm"], layer.eps)
-        y, load = self.moe(p["moe"], params["routing"][i], y, tokens)
-        return Streams(mixed(post, mix, y, x), pre), out, load
+        layer, of = self.layers[i], self.before(p["attention_hc"], p["attention_norm"], streams, cache is None)
+        out = attend(layer, p["attention"], of.z, cache, shared)
+        streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
+        of = self.before(p["moe_hc"], p["moe_norm"], streams, cache is None)
+        y, load = self.moe(p["moe"], params["routing"][i], of.z, tokens)
+        return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     def logits(self, params: Any, streams: "Streams") -> jax.Array:
-        (x, pre), eps = streams, self.layers[0].eps
+        x, pre, eps = streams.after(), streams.pre, self.layers[0].eps
         if not self.delayed:
             p = params["hc"]
             pre = jax.nn.sigmoid(projected(p["fn"], x, eps) * p["scale"] + p["base"]) + self.hc_eps
@@ -295,6 +293,20 @@ class Model:
     # ---- hyper-connections
 
     @jax.named_scope("connections")
+    def before(self, p: Any, weight: jax.Array, streams: "Streams", is_trained: bool) -> HyperConnection:
+        """The streams before a sublayer with connections p, and what it is given, normed with this weight.
+
+        is_trained: whether there may be a gradient, for which the op's definition would take XLA long.
+        """
+        x, y, post, mix, pre = streams
+        eps, taken = self.layers[0].eps, pre if self.delayed else None
+        if self.streams == 4 and not is_trained:
+            parts, rates = (p["fn"], p["scale"], p["base"], weight), {"eps": eps, "hc_eps": self.hc_eps}
+            return hyper_connection(x, y, post, mix, *parts, taken=taken, iterations=self.sinkhorn, **rates)
+        x = streams.after()
+        pre, post, mix = self.connections(p, x)
+        return HyperConnection(x, norm(joined(pre if taken is None else taken, x), weight, eps), pre, post, mix)
+
     def connections(self, p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes how streams go into a sublayer and out of it, `[b, s, n]` twice, and past it, `[b, s, n, n]`."""
         n = self.streams
@@ -383,7 +395,7 @@ class Model:
             return (jax.random.normal(next(keys), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
 
         def connections(count: int, parts: int) -> dict[str, jax.Array]:
-            fn = normal(n * m, n * m, count, dtype=jnp.float32)
+            fn = normal(n * m, count, n * m, dtype=jnp.float32)
             return {"fn": fn, "base": jnp.zeros(count, jnp.float32), "scale": jnp.ones(parts, jnp.float32)}
 
         def layer(i: int, attention: DSV4Attention) -> dict[str, Any]:
@@ -468,12 +480,28 @@ class Forward(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The n residual streams of each token, as they go from layer to layer."""
+    """The n residual streams of each token, as they go from sublayer to sublayer."""
 
     x: jax.Array
-    """`[b, s, n, hidden]`"""
+    """`[b, s, n, hidden]`, before a sublayer"""
+    y: jax.Array
+    """`[b, s, hidden]`: what it made"""
+    post: jax.Array
+    """float32 `[b, s, n]`: how much of that each stream gets"""
+    mix: jax.Array
+    """float32 `[b, s, n, n]`: how the streams go past it"""
     pre: jax.Array
     """float32 `[b, s, n]`: how the next sublayer takes them in, in V4.1"""
+
+    @staticmethod
+    def of(x: jax.Array, pre: jax.Array) -> "Streams":
+        """These streams, to which no sublayer adds."""
+        n, zeros = x.shape[2], jnp.zeros(x.shape[:3])
+        return Streams(x, jnp.zeros_like(x[:, :, 0]), zeros, zeros[..., None] + jnp.eye(n), pre)
+
+    def after(self) -> jax.Array:
+        """The streams after the sublayer."""
+        return mixed(self.post, self.mix, self.y, self.x)
 
 
 def spec_of(w: Any, spec: P) -> P:
@@ -502,9 +530,11 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:
-    """All streams of a token, normed, times fn `[n hidden, count]`: float32 `[b, s, count]`."""
+    """All streams of a token, normed, times fn `[count, n hidden]`: float32 `[b, s, count]`."""
     x = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
-    return jnp.matmul(x, fn, precision="highest") * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+    return jnp.einsum("bsk,ck->bsc", x, fn, precision="highest") * jax.lax.rsqrt(
+        jnp.mean(jnp.square(x), -1, keepdims=True) + eps
+    )
 
 
 def joined(pre: jax.Array, x: jax.Array) -> jax.Array:

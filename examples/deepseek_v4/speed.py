@@ -133,9 +133,9 @@ def of_layer(model: Model, params: Any, work: Work, calls: int) -> float:
                 return layer.step(p, x, cache, shared, lengths=lengths)
             return layer(p, x, cache, shared, start=lengths - work.tokens, lengths=lengths)
 
-        streams = Streams(x, jnp.ones(x.shape[:3]))
+        streams = Streams.of(x, jnp.ones(x.shape[:3]))
         streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, cache, Shared(), attend)
-        return out.cache, streams.x
+        return out.cache, streams.after()
 
     (cache,) = random(model.cache(work.b, work.context, common.compute_dtype()).layers)
     x = random(jnp.zeros((*tokens.shape, model.streams, model.hidden), common.compute_dtype()))
@@ -146,7 +146,7 @@ def of_head(model: Model, params: Any, work: Work, calls: int) -> float:
     """ms from the streams of each sequence's last token to its logits."""
 
     def call(_: None, params: Any, x: jax.Array) -> Any:
-        return None, model.logits(params, Streams(x, jnp.ones(x.shape[:3])))
+        return None, model.logits(params, Streams.of(x, jnp.ones(x.shape[:3])))
 
     x = random(jnp.zeros((work.b, 1, model.streams, model.hidden), common.compute_dtype()))
     return timed(call, calls, None, params, x)

@@ -37,7 +37,7 @@ unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
 
 
 def connections(prefix: str) -> dict[str, Any]:
-    return {"fn": (f"{prefix}_fn", (1, 0)), "base": (f"{prefix}_base", (0,)), "scale": (f"{prefix}_scale", (0,))}
+    return {"fn": (f"{prefix}_fn", (0, 1)), "base": (f"{prefix}_base", (0,)), "scale": (f"{prefix}_scale", (0,))}
 
 
 def sources(model: Model, at: str = "layers") -> dict[str, Any]:

@@ -465,6 +465,28 @@ def plan_grouped_product(
     )
 
 
+def plan_hyper_connection(
+    shape: dict[str, int],
+    eps: float,
+    hc_eps: float,
+    *,
+    tile_m: int,
+    tile_n: int,
+    cluster: int,
+    processors: int,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """Returns the launch of hyper-connections between two sublayers."""
+    return planned(
+        "hyper_connection",
+        ctypes.byref(filled("HyperConnectionShape", **shape)),
+        ctypes.c_float(eps),
+        ctypes.c_float(hc_eps),
+        _tiles(tile_m, tile_n, processors, cluster),
+        addressed("hyper_connection", addresses),
+    )
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """Returns the launch that inserts entries into a cache."""
     return planned(

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .machine_code import machine_code
+
 MATMUL = 8192
 COPY_BYTES = 2**30
 KERNEL_BY_KERNEL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "10000"}  # no CUDA graphs
@@ -26,7 +28,8 @@ _SLOWEST_PEER = 0.05  # seconds a call
 
 Operands = dict[str, Any]
 Times = dict[str, Any]
-"""of one contestant: seconds, rounds, kernels, how many kernels a call launches, and its facts"""
+"""of one contestant: seconds, rounds, kernels, how many kernels a call launches, its facts, and digests of the machine
+code of our kernels"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Contestant:
     """A function that queues its kernels, and the sets of operands that it takes in turn.
 
     Attributes:
-      text: the compiled program, if it matters.
+      text: the compiled program, where it is one.
       is_outside: whether XLA does not launch its kernels, so that the profiler knows them by no HLO module.
       wait: returns when the result of `run` is there.
       facts: what is recorded beside its times.
@@ -66,7 +69,7 @@ def compiled(name: str, f: Callable[..., Any], sets: Sequence[Operands]) -> Cont
     seconds = time.monotonic() - began
     if name.startswith(("cudnn", "xla")) and seconds > _SLOWEST_PEER:
         raise TimeoutError(f"{seconds * 1e3:.0f} ms a call")
-    return Contestant(run, sets)
+    return Contestant(run, sets, run.as_text() or "")
 
 
 def yardsticks() -> dict[str, Contestant]:
@@ -95,7 +98,8 @@ def interleaved(contestants: Mapping[str, Contestant], rounds: int, named_by: st
                 x.wait([x.run(x.sets[i % len(x.sets)]) for i in range(bursts[name])][-1])
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        events = kernels(jax.profiler.ProfileData.from_file(str(path)), named_by)
+        profile = jax.profiler.ProfileData.from_file(str(path))
+        events, symbols = kernels(profile, named_by), kernels(profile)
     found: dict[str, Times] = {}
     for name, x in contestants.items():
         of_it, left_out = events.get(x.module(name), []), dict[str, int]()
@@ -104,6 +108,8 @@ def interleaved(contestants: Mapping[str, Contestant], rounds: int, named_by: st
         found[name] = {**summary(name, of_it, bursts[name], rounds), **x.facts}
         if left_out:
             found[name]["left_out"] = left_out
+        if code := machine_code({kernel for _, _, kernel in symbols.get(x.module(name), ())}, x.text):
+            found[name]["machine_code"] = code
     return found
 
 

@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "check":
         from .check import check
 
-        return check(args.filter, args.json, args.progress, args.quick)
+        return check(args.filter, args.json, args.progress, is_quick=args.quick, is_list=args.list)
     if args.command == "explain":
         from .explain import explain
 
@@ -96,8 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         "Run the table of cases on this machine: every kernel twice, with bitwise equal results, and against the "
         "reference in float32. Without a GPU that kernels are built for, the reference against loops in float64. "
         "Exit status 1 if any case fails, 2 if none matches or none is built, 130 if interrupted.",
-        "'fmha-*causal*' or float16",
+        "'fmha*causal*' or 'FP8 products'",
     )
+    check.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
     check.add_argument(
         "--quick", action="store_true", help="the smallest cases that have everything once: 20 s on one core of a CPU"
     )

@@ -31,10 +31,17 @@ class Outcome:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.status:9} {self.seconds:5.1f} s  {self.name}: {self.detail}"
+        return f"{self.status:9} {self.seconds:5.1f} s  {self.name}\n{'':19}{self.detail}"
 
 
-def check(pattern: str | None, json_path: str | None, progress: bool | None, is_quick: bool = False) -> int:
+def check(
+    pattern: str | None,
+    json_path: str | None,
+    progress: bool | None,
+    *,
+    is_quick: bool = False,
+    is_list: bool = False,
+) -> int:
     out = output(json_path)
     if why := no_devices():
         print(why, file=out)
@@ -42,10 +49,13 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
     on_gpu, why = _mode()
     print(why, file=out, flush=True)
     cases = CASES if on_gpu else small_cases()
-    cases = [x for x in (quick(cases) if is_quick else cases) if matches(x.name, pattern)]
+    cases = [x for x in (quick(cases) if is_quick else cases) if matches(x.name, pattern) or matches(x.id, pattern)]
     if not cases:
-        print(f"No case matches {pattern!r}.", file=out)
+        print(f"No case matches {pattern!r}; --list prints their names.", file=out)
         return 2
+    if is_list:
+        print(*(x.name for x in cases), sep="\n", file=out)
+        return 0
     bar = Progress(len(cases), progress, out)
     outcomes: list[Outcome] = []
     interrupted = False

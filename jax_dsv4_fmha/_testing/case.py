@@ -1,4 +1,4 @@
-"""The common part of the cases of all ops: a name, the random numbers that it determines, and a judgement."""
+"""The common part of the cases of all ops: names, the random numbers that the short one determines, and a judgement."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 
 from .._check import Implementation
+from .words import said
 
 _USUAL: dict[str, Any] = {
     "b": 1, "s_q": 64, "s_kv": 64, "h_q": 1, "h_kv": 1, "d": 64, "dtype": "bfloat16", "shared_kv": False,
     "span": "full", "sink": "none", "window": 128, "ratio": 0, "topk": 0, "s_c": 0, "decode": False, "page": 0,
     "features": (),
 }  # fmt: skip
-"""All fields of cases, in the order that a name has them, and what a name leaves out."""
+"""All fields of cases, in the order that an id has them, and what an id leaves out."""
 
 Judgement = tuple[bool, str]
 """whether results are right, and in which way they are or are not"""
@@ -24,7 +25,7 @@ Judgement = tuple[bool, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One call of one op. The name determines the operands, on every machine."""
+    """One call of one op. The id determines the operands, on every machine."""
 
     op: ClassVar[str]
     b: int = 1
@@ -39,8 +40,13 @@ class Case(ABC):
 
     @property
     def name(self) -> str:
-        """Unique and readable: the op, and everything that is not usual."""
-        unusual = [_said(field, x) for field, x in self.facts.items() if x != _USUAL[field]]
+        """Unique, and in words."""
+        return said(self.op, self.facts)
+
+    @property
+    def id(self) -> str:
+        """Unique, without spaces, for pytest: the op, and everything that is not usual."""
+        unusual = [_coded(field, x) for field, x in self.facts.items() if x != _USUAL[field]]
         return "-".join([self.op, *unusual])
 
     @property
@@ -64,7 +70,7 @@ class Case(ABC):
         return 0
 
     def rng(self) -> np.random.Generator:
-        return np.random.default_rng(zlib.crc32(self.name.encode()))
+        return np.random.default_rng(zlib.crc32(self.id.encode()))
 
     @abstractmethod
     def judge(self, implementation: Implementation) -> Judgement:
@@ -87,7 +93,7 @@ def poison(x: Any, where: Any) -> None:
     x[np.broadcast_to(where, x.shape[:2])] = np.nan
 
 
-def _said(field: str, value: Any) -> str:
+def _coded(field: str, value: Any) -> str:
     if isinstance(value, str | tuple):
         return value if isinstance(value, str) else "+".join(value)
     return field if value is True else f"{field}{value}"

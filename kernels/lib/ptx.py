@@ -193,6 +193,15 @@ def multiply_warp(sums: tuple, a: tuple, b: tuple) -> tuple[Float32, ...]:
     return ptx(text, *operands, gives=(Float32,) * 4, pure=True)
 
 
+def multiply_warp_tf32(sums: tuple, a: tuple, b: tuple) -> tuple[Float32, ...]:
+    """A warp's sums + a b, 16 x 8 float32, of a 16 x 8 and b 8 x 8 in tf32, by each lane's registers of these: the bits
+    of float32 whose lower 13 are 0."""
+    operands = (*map(Uint32, a), *map(Uint32, b), *map(Float32, sums))
+    registers = ("{$0, $1, $2, $3}", "{$4, $5, $6, $7}", "{$8, $9}", "{$10, $11, $12, $13}")
+    text = f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {', '.join(registers)};"
+    return ptx(text, *operands, gives=(Float32,) * 4, pure=True)
+
+
 # ---- conversions
 
 
@@ -286,6 +295,10 @@ def load_shared_word(address: Int32) -> Uint32:
 def load_shared_words(address: Int32) -> tuple[Uint32, ...]:
     """16 bytes."""
     return ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Uint32,) * 4)
+
+
+def store_shared(address: Int32, x: Float32) -> None:
+    ptx("st.shared.f32 [$0], $1;", Int32(address), Float32(x))
 
 
 def store_shared_two(address: Int32, offset: int, x: Float32, y: Float32) -> None:

@@ -1,0 +1,1 @@
+"""Hyper-connections: what is between two sublayers of a model whose residual has several streams."""
