@@ -1,5 +1,6 @@
 """Matrices in FP8, laid out for a step's products, and the numbers that they stand for."""
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from .. import _check
+from . import explicit_axes
 from .experts import SLAB, STATIC, TILE, in_tiles
 from .pytree import public_pytree
 
@@ -58,13 +61,32 @@ class PackedMatrix:
 
     def unpacked(self, dtype: Any = jnp.float32) -> Array:
         """The array that it stands for, of this shape."""
-        return jnp.swapaxes(unpacked(self.data, self.rows, self.columns, dtype), -1, -2).reshape(self.shape)
+        return jnp.swapaxes(_of_shards(self.data, self.rows, self.columns, dtype), -1, -2).reshape(self.shape)
 
     def reshape(self, *shape: int) -> "PackedMatrix":
         """The same matrix in another shape, one of whose extents may be -1."""
         others = -math.prod(shape)
         known = math.prod(self.shape)
         return replace(self, shape=tuple(known // others if n == -1 else n for n in shape))
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
+def _of_shards(data: Array, rows: int, columns: int, dtype: Any) -> Array:
+    """`unpacked`, where Explicit axes of a mesh may shard the data: each device then unpacks its tiles and slabs.
+
+    It is jitted because JAX outside of jit wants `jax.set_mesh` where Explicit axes shard an array.
+    """
+    spec = explicit_axes.entries(data)
+    if not (names := {name for entry in spec for name in explicit_axes.names(entry)}):
+        return unpacked(data, rows, columns, dtype)
+
+    def of_device(data: Array) -> Array:
+        *_, tiles, slabs, _ = data.shape
+        return unpacked(data, tiles * TILE, slabs * SLAB, dtype)
+
+    with jax.sharding.use_abstract_mesh(jax.typeof(data).sharding.mesh):
+        found = jax.shard_map(of_device, in_specs=P(*spec), out_specs=P(*spec[:-1]), axis_names=names)(data)
+    return found[..., :rows, :columns]
 
 
 def unpacked(data: Array, rows: int, columns: int, dtype: Any) -> Array:

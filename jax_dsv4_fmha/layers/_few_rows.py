@@ -44,7 +44,7 @@ class LowRank(NamedTuple):
 
 
 def array_of(w: Matrix, dtype: Any) -> jax.Array:
-    """w in dtype."""
+    """w in dtype. A packed matrix is unpacked to it in `jnp`, in every call: so do prompts, chunks and definitions."""
     return w.unpacked(dtype) if isinstance(w, PackedMatrix) else w.astype(dtype)
 
 

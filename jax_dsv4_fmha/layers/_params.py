@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._definitions.packed_matrix import PackedMatrix
 from . import _operands
+from ._few_rows import Matrix
 from ._shape import LayerShape
 
 _JOINED = "wx"
@@ -17,7 +19,7 @@ _JOINED = "wx"
 class Columns(NamedTuple):
     """A matrix: some columns of an array."""
 
-    array: jax.Array
+    array: Matrix
     """`[hidden, columns]`"""
     first: int
     width: int
@@ -35,11 +37,15 @@ def of_x(layer: LayerShape, params: Any) -> dict[str, Columns]:
 
 
 def joined(layer: LayerShape, params: Any) -> dict[str, Any]:
-    """These parameters with the matrices that multiply x side by side in one array."""
-    return {
-        **_without(widths(layer), params),
-        _JOINED: jnp.concatenate([_leaf(params, name) for name in widths(layer)], 1),
-    }
+    """These parameters with the matrices that multiply x side by side in one array.
+
+    A compressor's matrices are never packed, and one array is one product: so packed ones are unpacked, to the dtype of
+    the others, or to bfloat16, which has all their numbers.
+    """
+    found = [_leaf(params, name) for name in widths(layer)]
+    dtype = next((w.dtype for w in found if not isinstance(w, PackedMatrix)), jnp.bfloat16)
+    found = [w.unpacked(dtype) if isinstance(w, PackedMatrix) else w for w in found]
+    return {**_without(widths(layer), params), _JOINED: jnp.concatenate(found, 1)}
 
 
 def separate(layer: LayerShape, params: Any) -> Any:
@@ -49,6 +55,7 @@ def separate(layer: LayerShape, params: Any) -> Any:
     found = jax.tree.map(lambda x: x, {name: x for name, x in params.items() if name != _JOINED})
     for name, (array, first, width) in of_x(layer, params).items():
         *path, last = name.split(".")
+        assert isinstance(array, jax.Array)
         _leaf(found, path)[last] = jax.lax.slice_in_dim(array, first, first + width, axis=1)
     return found
 

@@ -77,7 +77,8 @@ class DSV4Attention(LayerShape):
         """These parameters, as `init` makes them, for generation: the matrices that multiply x side by side in one.
 
         A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded:
-        `step` and `__call__` take both forms. `__call__` copies the matrices out of the joined one.
+        `step` and `__call__` take both forms. `__call__` copies the matrices out of the joined one. Where these are
+        packed, the joined one is not: it has the dtype of the others, or bfloat16 if all are packed.
 
         Raises:
           ValueError, TypeError: params differ from what `init` makes.
@@ -145,7 +146,9 @@ class DSV4Attention(LayerShape):
 
         Args:
           params: as `init` or `from_state_dict` make them, or as `joined` makes them of those; their matrices are used
-            in x's dtype.
+            in x's dtype. `wq_a`, `wq_b`, `wkv`, `wo_a`, `wo_b` and the indexer's `wq_b` may each be a `PackedMatrix` of
+            the same shape: steps read it in FP8, where a kernel does, and prompts and chunks unpack it in every call.
+            x has a gradient then, and such a matrix has none.
           x: `[b, s, hidden]`. Without a cache token i has position i. Padding goes after a sequence's end, where
             no token of the sequence sees it.
           cache: as `cache` makes it or this layer returned it; donate it.
