@@ -4,6 +4,7 @@ test_deepseek_v4_training.py has its training, and sequences over devices. test_
 Face's.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -25,7 +26,7 @@ from examples.deepseek_v4.packed import Packed
 from examples.deepseek_v4.sinkhorn import doubly_stochastic
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serving import Request, Server
-from jax_dsv4_fmha import PackedExperts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix
 
 from . import model_float64
 from .test_layer_config import published
@@ -148,6 +149,19 @@ def test_shards(name, shape):
     if name == "v4":
         w13 = got[2]["layers"][1]["moe"]["w13"]
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
+
+
+def test_speed_s_parameters_in_a_checkpoint_s_form():
+    """They are packed, and of such sizes that a step's numbers are neither lost nor great."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "o_groups": 2}
+    model = Model.from_config({**common.small(), **sizes, "layer_types": ["compressed_sparse_attention"]})
+    params = speed.parameters(dataclasses.replace(model, hashed=0), packed=True)
+    p, layer = params["layers"][0]["attention"], model.layers[0]
+    of_step = (*(p[name] for name in ("wq_b", "wo_a", "wo_b")), p["indexer"]["wq_b"])
+    assert all(isinstance(w, PackedMatrix) for w in of_step)
+    x = jax.random.normal(jax.random.key(0), (2, 1, 256), p["wx"].dtype)
+    y = layer.step(p, x, layer.cache(2, 32, x.dtype), lengths=1).y
+    assert 2**-8 < np.std(np.asarray(y, np.float32)) < 2**6
 
 
 @pytest.mark.slow
@@ -386,6 +400,31 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
         assert_close(run(params, tokens)[0], want, 1e-4)
 
 
+def test_packed_projections_of_a_checkpoint(tmp_path):
+    """Devices have their heads' tiles, of which nothing is gathered; steps take the parameters joined, too."""
+    sizes = {"hidden_size": 128, "head_dim": 64, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 128}
+    config = {**common.SMALL, **sizes, "q_lora_rank": 128, "layer_types": ["sliding_attention"], "num_hidden_layers": 1}
+    model = Model.from_config({**config, "dspark_block_size": 0, "dspark_target_layer_ids": None})
+    checkpoint(model, tmp_path, 128)
+    tokens = prompts(1, 9)
+    want = model_float64.logits(model, jax.device_get(load(model, tmp_path, jnp.float32)), tokens[0])
+    with common.mesh_of(2, 1) as mesh:
+        params = load(model, tmp_path, jnp.float32, mesh, packed=True)
+        attention = params["layers"][0]["attention"]
+        shards = {name: attention[name].data.sharding.shard_shape(attention[name].data.shape) for name in HAS_TILES}
+        assert {name: shape[:-1] for name, shape in shards.items()} == HAS_TILES
+        run = jax.jit(model).lower(params, tokens).compile()
+        assert not re.search(r"u8\[.*all-gather", run.as_text())
+        assert_close(run(params, tokens)[0], want, 1e-4)
+        caches = jax.jit(model.read)(params, tokens[:, :8], model.cache(1, 16, jnp.float32), 0, jnp.array([8]))[1]
+        step = jax.jit(model.step)(model.joined(params), tokens[:, 8], caches, jnp.array([9]))
+        assert_close(step[0][0], want[8], 1e-4)
+
+
+HAS_TILES = {"wq_a": (2, 2), "wkv": (2, 2), "wq_b": (4, 2), "wo_a": (1, 2, 4), "wo_b": (2, 2)}
+"""attention's projections that stay in FP8, and the extents in tiles of one of two devices' part"""
+
+
 def test_checkpoint(tmp_path):
     """In FP4 and FP8, with odd sizes: each device gets its part of what the file stands for."""
     sizes = {"hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2}
@@ -407,6 +446,8 @@ def test_checkpoint(tmp_path):
         assert common.gib(x) < 0.3 * common.gib(y)
     w13 = parts["layers"][1]["moe"]["w13"]
     assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
+    kept_whole = {name for name, w in kept["layers"][1]["attention"].items() if isinstance(w, PackedMatrix)}
+    assert kept_whole == {"wq_a", "wkv"}  # the others are in parts of less than a tile of 64
     assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])
     of, drafts, of_drafts = sources(model.model), whole["drafts"], sources_of_drafts(model)
     for name in ("main", "main_norm", "norm", "w1", "w2"):

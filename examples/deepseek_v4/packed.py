@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import PackedMatrix
+
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """what 3 bits of e2m1 stand for; the fourth is the sign"""
 
@@ -49,5 +51,5 @@ def in_file(spec: P, axes: tuple[int, ...]) -> P:
 
 def whole(params: Any, dtype: Any) -> Any:
     """The same parameters, with unpacked ones in dtype."""
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+    is_packed = lambda x: isinstance(x, Packed | PackedMatrix)  # noqa: E731
     return jax.tree.map(lambda x: x.unpacked(dtype) if is_packed(x) else x, params, is_leaf=is_packed)

@@ -1,16 +1,17 @@
 """Times one layer of each kind of a whole DeepSeek-V4 on one GPU: `python -m examples.deepseek_v4.speed [CHECKPOINT]`.
 
 A layer is attention, experts and hyper-connections, with random parameters and full caches, in bfloat16; with --packed
-routed experts are in MXFP4, as checkpoints have them. A checkpoint is read for its config.json alone; without one the
-sizes are V4-Flash's, whose experts of a layer take 13 GB, or 3.4 in MXFP4. Times are the host's: of many calls, each of
-which waits on the device for the one before, over their number. A row's last columns are the sum over all layers and
-the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
+routed experts are in MXFP4, and attention's projections in FP8, as checkpoints have them. A checkpoint is read for its
+config.json alone; without one the sizes are V4-Flash's, whose experts of a layer take 13 GB, or 3.4 in MXFP4. Times are
+the host's: of many calls, each of which waits on the device for the one before, over their number. A row's last columns
+are the sum over all layers and the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
 """
 
 import argparse
 import collections
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dsv4_fmha import PackedExperts, pack_experts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 from jax_dsv4_fmha.layers import STEP_OPTIONS, Shared
 
 from . import common
@@ -38,6 +39,8 @@ FLASH = {
 CONTEXTS = (8192, 131072, 1 << 20)
 SEQUENCES = (1, 8, 64)
 CHUNK = 4096
+PROJECTIONS = {"wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
+"""matrices in FP8, where the axes of their columns begin, and where they end; those that multiply x are in bfloat16"""
 
 
 class Work(NamedTuple):
@@ -106,6 +109,9 @@ def parameters(model: Model, packed: bool) -> Any:
         e, k, inner = model.experts, model.hidden, model.inner
         moe = params["layers"][0]["moe"]
         moe |= {"w13": experts_in_mxfp4(e, 2, inner, k), "w2": experts_in_mxfp4(e, k, inner)}
+        of_one = params["layers"][0]["attention"]
+        for p in (of_one, of_one.get("indexer", {})):
+            p |= {name: matrix_in_fp8(p[name].shape, *axes) for name, axes in PROJECTIONS.items() if name in p}
     return params
 
 
@@ -114,6 +120,16 @@ def experts_in_mxfp4(*shape: int) -> PackedExperts:
     *rows, columns = shape
     codes = jax.random.bits(jax.random.key(2), (*rows, columns // 2), jnp.uint8)
     return pack_experts(codes, jnp.full((*rows, columns // 32), 120, jnp.uint8))  # 2^-7
+
+
+def matrix_in_fp8(shape: tuple[int, ...], first: int, last: int) -> PackedMatrix:
+    """A random matrix of this shape, where its columns' axes begin and end there; its rows' axes come after them."""
+    *several, rows, columns = (*shape[:first], math.prod(shape[last:]), math.prod(shape[first:last]))
+    bits = jax.random.bits(jax.random.key(3), (*several, rows, columns), jnp.uint8)
+    numbers = jnp.where(bits & 0x7F == 0x7F, 0, bits)  # which is NaN
+    blocks = *several, -(-rows // 128), -(-columns // 128)
+    codes = jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn)
+    return pack_matrix(codes, jnp.full(blocks, 127 - 12, jnp.uint8), shape)  # 2^-12
 
 
 def random(tree: Any) -> Any:
@@ -181,7 +197,7 @@ def arguments() -> dict:
         "--chunk", type=common.at_least(1), default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})"
     )
     parser.add_argument("--calls", type=common.at_least(1), default=20, help="that a time is the mean of (default: 20)")
-    parser.add_argument("--packed", action="store_true", help="routed experts in MXFP4, by fused_moe")
+    parser.add_argument("--packed", action="store_true", help="routed experts in MXFP4, and projections in FP8")
     parser.add_argument("--json", dest="file", help="a file for the same numbers")
     found = vars(parser.parse_args())
     if found["checkpoint"] is None and jax.default_backend() == "cpu":

@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .. import _check
-from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, PackedMatrix, pack_matrix
+from .._definitions.experts import SLAB, TILE
+from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, SLAB_BYTES, PackedMatrix, pack_matrix
 from ._operands import IN_FLOAT32, PACKED, extents, packed_spec, shapes
 from .attention import DSV4Attention
 
@@ -163,7 +164,8 @@ def from_state_dict(
         if isinstance(sharding, NamedSharding):
             spec = packed_spec(leaf, sharding.spec)
             sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-        if w is None or not _divides(sharding, w.data.shape):
+        whole = *several, rows // TILE, columns // SLAB, SLAB_BYTES  # tiles that are not filled up
+        if w is None or not (_divides(sharding, whole) and _divides(sharding, w.data.shape)):
             return None
         return dataclasses.replace(w, data=placed(w.data, sharding))
 
