@@ -1,6 +1,7 @@
 """Layers whose projections stay in FP8: they give what unpacked matrices give, and refuse what is no such matrix."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import PackedMatrix, pack_matrix
+from jax_dsv4_fmha._bench.layer import LayerRow
+from jax_dsv4_fmha._definitions.packed_matrix import CODES
 from jax_dsv4_fmha.layers import from_config, from_state_dict
-from jax_dsv4_fmha.layers._operands import packed_spec
+from jax_dsv4_fmha.layers._operands import extents, packed_spec
 from tests.test_layers import MODELS, checkpoint, near, random_params
 
 SIZES = {
@@ -210,28 +213,68 @@ def test_errors():
         from_state_dict(layer, tensors_of(layer), packed=1)
 
 
+@KINDS
+@pytest.mark.parametrize("tokens", [1, 64, 128])
+@pytest.mark.parametrize("is_joined", [False, True], ids=["separate", "joined"])
+def test_kernels_of_a_step_read_fp8(kind, tokens, is_joined):
+    """Of V4-Flash's sizes, for any GPU: no product of a packed matrix is XLA's."""
+    layer = LayerRow(b=tokens, s_q=1, s_kv=16384, ratio=(0, 4, 128)[kind]).layer
+
+    def made(key):
+        params, x = layer.init(key, jnp.bfloat16), jnp.zeros((tokens, 1, layer.hidden), jnp.bfloat16)
+        params = in_fp8(params) | ({"indexer": in_fp8(params["indexer"])} if kind == 1 else {})
+        return layer.joined(params) if is_joined else params, x, layer.cache(tokens, 16384, jnp.float8_e4m3fn)
+
+    lengths = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    traced = jax.jit(layer.step).trace(*jax.eval_shape(made, jax.random.key(0)), lengths=lengths)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @dsv4_fmha_few_rows_product.*", text)
+    reads_codes = [call for call in calls if re.search(r"x4112xui8>.*->", call)]
+    assert len(reads_codes) == (3 if is_joined else 5) + (kind == 1)
+    assert f"x{CODES}xui8>" not in text  # which XLA would unpack
+
+
+def in_fp8(params):
+    """These parameters with packed matrices, of any numbers."""
+
+    def made(name, shape):
+        several, rows, columns = extents(name, shape)
+        scales = jnp.ones((*several, -(-rows // 128), -(-columns // 128)), jnp.float8_e8m0fnu)
+        return pack_matrix(jnp.ones((*several, rows, columns), jnp.float8_e4m3fn), scales, shape)
+
+    return params | {name: made(name, params[name].shape) for name in OF_ATTENTION & params.keys()}
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("tokens", [1, 7, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 128])
+@pytest.mark.parametrize("is_joined", [False, True], ids=["separate", "joined"])
 @KINDS
-def test_steps_by_kernels(kind, tokens, cache):
-    """Every product with a packed matrix is by a kernel that reads it, and a step is near the definition's."""
+def test_steps_by_kernels(kind, is_joined, tokens, cache):
+    """A step by kernels is near the definition's, and near that of the unpacked matrices by kernels."""
     layer = from_config(MODELS["v4"] | LIKE_FLASH)[kind]
     packed = from_state_dict(layer, tensors_of(layer), packed=True)
     assert packed_names(packed) == OF_ATTENTION | ({"indexer.wq_b"} if kind == 1 else set())
-    params, x = layer.joined(packed), hidden(41, 512, tokens)
-    cached = jax.jit(lambda p, x: layer(p, x, layer.cache(tokens, 64, jnp.dtype(cache))).cache)(params, x[:, :40])
+    plain, x = unpacked(packed), hidden(41, 512, tokens)
+    params, plain = (layer.joined(packed), layer.joined(plain)) if is_joined else (packed, plain)
+    cached = jax.jit(lambda p, x: layer(p, x, layer.cache(tokens, 64, jnp.dtype(cache))).cache)(plain, x[:, :40])
 
+    @functools.partial(jax.jit, static_argnums=3)
     def step(params, x, cache, implementation):
         return layer.step(params, x, cache, lengths=41, implementation=implementation).y
 
-    run = jax.jit(step, static_argnums=3)
-    text = run.lower(params, x[:, 40:], cached, None).as_text()
-    assert text.count("custom_call @dsv4_fmha_few_rows_product") == (5 if kind == 1 else 4)
-    assert len([line for line in text.splitlines() if "@dsv4_fmha_few_rows_product" in line and "ui8" in line]) == (
-        4 if kind == 1 else 3
-    )
-    got = run(params, x[:, 40:], cached, None)
-    near(got, run(params, x[:, 40:], cached, "reference"), 2e-2)
-    near(got, run(layer.joined(unpacked(packed)), x[:, 40:], cached, None), 2e-2)
+    got = step(params, x[:, 40:], cached, None)
+    near(got, step(params, x[:, 40:], cached, "reference"), 2e-2)
+    near(got, step(plain, x[:, 40:], cached, None), 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@KINDS
+def test_prompts_on_a_gpu(kind):
+    """XLA's products of unpacked matrices are those of the same matrices in bfloat16."""
+    layer = from_config(MODELS["v4"] | LIKE_FLASH)[kind]
+    packed, x = from_state_dict(layer, tensors_of(layer), packed=True), hidden(90, 512)
+    run = jax.jit(lambda params: layer(params, x).y)
+    near(run(packed), run(unpacked(packed)), 1e-2)

@@ -38,8 +38,8 @@ class Config:
 
     @property
     def in_quarters(self) -> bool:
-        """True where four CTAs share a query head, not two: beside an operand a thread has too few registers for sums of
-        128 rows of half of a head.
+        """True where four CTAs share a query head, not two: beside an operand a thread has too few registers for sums
+        of 128 rows of half of a head.
         """
         return self.norms and self.weights != "" and self.row_tiles > 1
 
