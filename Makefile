@@ -52,7 +52,7 @@ test-gpu: build .venv/.tools ## run the tests of a GPU, several at a time; ARGS=
 	$(BIN)/python -m tests.gpu $(ARGS)
 
 test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
-	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-hf/bin/python -m pytest -n 2 -W ignore tests/test_hf.py tests/test_hf_model.py tests/test_http.py
+	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-hf/bin/python -m pytest -n 2 -W ignore tests/test_hf.py tests/test_hf_latent.py tests/test_hf_model.py tests/test_http.py
 
 test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for ten
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
@@ -70,6 +70,7 @@ pictures: build .venv/.tools ## write tables and draw pictures of the pages anew
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dense --suite window --plot docs/h200_dense.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_decode.json --plot docs/h200_decode.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
+	PYTHONPATH=. $(BIN)/python -m examples.deepseek_v4.metrics docs/learns_v4.jsonl docs/learns_dense.jsonl --plot docs/learns.svg
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 	$(BIN)/python docs/generate.py
 
@@ -125,7 +126,7 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	@echo "make: packages from PyPI, into .venv-hf"
 	@test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
 	@.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
-	    pytest pytest-xdist hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23" starlette uvicorn jinja2 "openai>=3"
+	    pytest pytest-xdist hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.24" starlette uvicorn jinja2 "openai>=3"
 	@touch $@
 
 # Lists of pyproject.toml: the witnesses themselves, without what they ask for, and what they import.

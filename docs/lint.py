@@ -154,7 +154,11 @@ def ran() -> Iterator[str]:
 
 @check
 def machine_code() -> Iterator[str]:
-    """No record of times is older than the machine code of its kernels, as far as it names it and kernels are built."""
+    """No record of times is older than the machine code of its kernels, as far as it names it and kernels are built.
+
+    That is lint and no test: ptxas made two machine codes of one PTX (mla_span_fwd_few_heads of 16 heads), so no record
+    names this one.
+    """
     yield from runs.older(runs.bench_records())
 
 

@@ -37,6 +37,12 @@ class Caches(NamedTuple):
     def fork(self, source, target):
         return Caches([cache.fork(source, target) for cache in self.layers])
 
+    def take(self, places):
+        return Caches([cache.take(places) for cache in self.layers])
+
+    def put(self, places, taken):
+        return Caches([cache.put(places, new) for cache, new in zip(self.layers, taken.layers, strict=True)])
+
 
 class Tiny:
     """A model of four layers. `Server` takes any model with these methods: see `examples/deepseek_v4`."""

@@ -58,6 +58,7 @@ struct Driver {
   CUresult (*TensorMapEncodeTiled)(CUtensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
                                    const uint32_t*, const uint32_t*, int, int, int, int);
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
+  CUresult (*OccupancyMaxActiveClusters)(int*, CUfunction, const CUlaunchConfig*);
   CUresult (*MemsetD32Async)(void*, unsigned, size_t, CUstream);
   CUresult (*MemcpyDtoDAsync)(void*, const void*, size_t, CUstream);
 
@@ -85,6 +86,7 @@ struct Driver {
     find(KernelGetFunction, "cuKernelGetFunction");
     find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     find(LaunchKernelEx, "cuLaunchKernelEx");
+    find(OccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters");
     find(MemsetD32Async, "cuMemsetD32Async");
     find(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2");
     return missing.empty() ? Failure("cuInit", Init(0)) : missing;

@@ -26,8 +26,12 @@ struct HyperConnection {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }
     const auto at = AddressesOf<HyperConnectionAddresses>(call);
-    auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, kernels.front()->TilesOn(stream.device), at);
-    return Launch(kernels.front(), stream, plan, /*overlaps=*/true);
+    const Launcher::Loaded loaded = kernels.front()->Load(stream.ordinal);
+    if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
+    Tiles tiles = kernels.front()->TilesOn(stream.device);
+    tiles.processors = loaded.clusters * tiles.cluster;  // at most: not all are in groups of eight
+    auto plan = PlanHyperConnection(shape, call.eps, call.hc_eps, tiles, at);
+    return Launch(kernels.front(), stream, plan);  // which reads fn at once: it may not overlap what makes that
   }
 };
 

@@ -86,18 +86,19 @@ struct Launcher {
   }
 
   struct Loaded {
-    std::string error;
+    std::string error{};
     CUfunction function = nullptr;
+    int clusters = 0;  // that the device runs at a time; 0 where CTAs run alone
   };
   Once<CUlibrary> library{};  // stays loaded as long as the process runs
   Once<CUkernel> kernel{};
-  std::array<Once<CUfunction>, kMaxDevices> functions{};
+  std::array<Once<Loaded>, kMaxDevices> functions{};
 
   // The function to launch on `device`, which `GetDevice` knows, ready to run: the driver has nothing left to load
   // during a launch.
   Loaded Load(int device) {
     const Driver& driver = GetDriver();
-    std::string error = functions[device].Get([&](CUfunction& function) {
+    std::string error = functions[device].Get([&](Loaded& loaded) {
       std::string error = library.Get([&](CUlibrary& library) {
         return driver.Failure("cuLibraryLoadData",
                               driver.LibraryLoadData(&library, cubin, nullptr, nullptr, 0, nullptr, nullptr, 0));
@@ -122,11 +123,26 @@ struct Launcher {
            [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, *kernel, id); });
       step("cuCtxPushCurrent", [&] { return driver.CtxPushCurrent(context); });
       if (!error.empty()) return error;
-      step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&function, *kernel); });
+      step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&loaded.function, *kernel); });
+      if (cluster > 1) {
+        CUlaunchAttribute size{.id = kClusterDimension, .value = {cluster, 1, 1}};
+        const CUlaunchConfig config{.grid_x = static_cast<unsigned>(cluster),
+                                    .grid_y = 1,
+                                    .grid_z = 1,
+                                    .block_x = static_cast<unsigned>(threads),
+                                    .block_y = 1,
+                                    .block_z = 1,
+                                    .dynamic_smem_bytes = static_cast<unsigned>(smem_bytes),
+                                    .stream = nullptr,
+                                    .attributes = &size,
+                                    .attribute_count = 1};
+        step("cuOccupancyMaxActiveClusters",
+             [&] { return driver.OccupancyMaxActiveClusters(&loaded.clusters, loaded.function, &config); });
+      }
       driver.CtxPopCurrent(&context);
       return error;
     });
-    return {error, error.empty() ? *functions[device] : nullptr};
+    return error.empty() ? *functions[device] : Loaded{.error = error};
   }
 };
 

@@ -168,7 +168,7 @@ def integer(op: str, name: str, x: Any, least: int, also: str = "") -> Any:
     except (TypeError, jax.errors.JAXTypeError) as e:
         raise error(TypeError, op, name, x, wanted + _but_a_str(x)) from e
     if isinstance(x, bool) or not least <= n < 2**31:
-        raise error(ValueError, op, name, x, wanted)
+        raise error(ValueError, op, name, x, wanted + "; at most 2**31 - 1" * (n >= 2**31))
     return n
 
 
@@ -185,6 +185,18 @@ def index(op: str, name: str, x: Any, n: Any) -> jax.Array | int:
     if is_known and isinstance(n, int) and not 0 <= int(x) < n:
         raise error(ValueError, op, name, int(x), wanted)
     return x if is_array else int(x)
+
+
+def d_v(op: str, x: Any, d: Any, v: Any = None) -> int | None:
+    """The number of K's numbers that are V, an int of 1 to d; None for all. v: the caller's V, which is then None."""
+    if x is None:
+        return None
+    n: int = integer(op, "d_v", x, 1)
+    if v is not None:
+        raise error(ValueError, op, "d_v", n, "None with v: V is as wide as v is")
+    if not n <= d:
+        raise error(ValueError, op, "d_v", n, f"an int of 1 to d={d}: V is the first d_v numbers of K")
+    return None if n == d else n
 
 
 def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool]) -> float:

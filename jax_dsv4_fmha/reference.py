@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 Attention = tuple[jax.Array, jax.Array]
-"""(o [b, s_q, h_q, d], lse [b, s_q, h_q] fp32)"""
+"""(o [b, s_q, h_q, d or d_v], lse [b, s_q, h_q] fp32)"""
 
 _ROWS = 8192  # (batch entry, query, head) rows of a block
 _QUERIES = 256  # at most this many queries in a block, or few heads would make skipping coarse
@@ -61,12 +61,13 @@ _INF = float("inf")
 _LN_2 = math.log(2)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "products"))
+@functools.partial(jax.jit, static_argnames=("d_v", "scale", "products"))
 def fmha(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array | None = None,
     *,
+    d_v: int | None = None,
     span: Span | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
@@ -80,6 +81,7 @@ def fmha(
     start, stop = (Span(0, s_kv) if span is None else span).bounds(b, s_q, s_kv)
     tile = min(_KEYS, s_kv) if isinstance(s_kv, int) else _KEYS
     k_tiles = _tiles(k, tile)
+    d_v = d if d_v is None else d_v
     v_tiles = None if v is None else _tiles(v, tile)
     first = jnp.arange(k_tiles.shape[0], dtype=jnp.int32) * tile
 
@@ -121,13 +123,13 @@ def fmha(
         def tile_o(first: jax.Array, k: jax.Array, v: jax.Array | None) -> jax.Array:
             s, visible = logits(first, k)
             p = _weights(s, lse) if size is None else e4m3.weights(s, finite(lse), units(k), finite(size))
-            return _contract(p, k if v is None else v, 2, visible)
+            return _contract(p, k[..., :d_v] if v is None else v, 2, visible)
 
         def add(o: jax.Array, tile: Any) -> tuple[jax.Array, None]:
             return lax.cond(is_seen(tile[0]), lambda o: o + tile_o(*tile), lambda o: o, o), None
 
-        o, _ = lax.scan(add, jnp.zeros_like(q32), (first, k_tiles, v_tiles))
-        o = jnp.moveaxis(o, 2, 1).reshape(q.shape)
+        o, _ = lax.scan(add, jnp.zeros_like(q32[..., :d_v]), (first, k_tiles, v_tiles))
+        o = jnp.moveaxis(o, 2, 1).reshape(*q.shape[:-1], d_v)
         lse = jnp.moveaxis(lse, 2, 1).reshape(q.shape[:-1])
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
@@ -136,12 +138,13 @@ def fmha(
     return o, lse
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "products"))
+@functools.partial(jax.jit, static_argnames=("d_v", "scale", "products"))
 def sparse_fmha(
     q: jax.Array,
     kv: jax.Array,
     indices: jax.Array,
     *,
+    d_v: int | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
     products: str | None = None,
@@ -150,8 +153,9 @@ def sparse_fmha(
     products: as in `fmha`."""
     if kv.ndim == 2:  # sequences share the pool, so the queries of all are those of one
         flat_q, flat_indices = (x.reshape(1, -1, *x.shape[2:]) for x in (q, indices))
-        o, lse = sparse_fmha(flat_q, kv[None], flat_indices, sink=sink, scale=scale, products=products)
-        return o.reshape(q.shape), lse.reshape(q.shape[:-1])
+        how: dict[str, Any] = {"d_v": d_v, "sink": sink, "scale": scale, "products": products}
+        o, lse = sparse_fmha(flat_q, kv[None], flat_indices, **how)
+        return o.reshape(*q.shape[:-1], o.shape[-1]), lse.reshape(q.shape[:-1])
     b, _, h_q, d = q.shape
     s_kv, topk = kv.shape[1], indices.shape[2]
     scale = d**-0.5 if scale is None else scale
@@ -170,7 +174,7 @@ def sparse_fmha(
         else:
             units = e4m3.log2_of_unit(keys)[:, :, None]
             p = e4m3.weights(s, finite(lse), units, finite(logsumexp(s + _LN_2 * units, -1)))
-        o = _einsum("bnhk,bnkd->bnhd", p, keys)
+        o = _einsum("bnhk,bnkd->bnhd", p, keys[..., :d_v])
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
@@ -355,9 +359,10 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
     """Contracts the last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d]. No key touches a row that
     does not see it (visible [b, 1, n, 1, k]).
 
-    A probability of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
-    keys.
+    A probability of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row that sees
+    such a key get its own keys. The others have the bits that they have without it.
     """
+    finite_y = jnp.isfinite(y)
 
     def dot(x: jax.Array, y: jax.Array) -> jax.Array:
         return lax.dot_general(x, y, (((x.ndim - 1,), (axis,)), ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)
@@ -367,9 +372,11 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
         return dot(x, jnp.where(jnp.moveaxis(visible, -1, -2), y, 0))
 
     def row_by_row() -> jax.Array:
-        return jnp.moveaxis(lax.map(row, (jnp.moveaxis(x, 2, 0), jnp.moveaxis(visible, 2, 0))), 0, 2)
+        rows = jnp.moveaxis(lax.map(row, (jnp.moveaxis(x, 2, 0), jnp.moveaxis(visible, 2, 0))), 0, 2)
+        sees = jnp.any(visible & ~finite_y.all(-1)[:, :, None, None], -1, keepdims=True)
+        return jnp.where(sees, rows, dot(x, jnp.where(finite_y, y, 0)))
 
-    clean = jnp.all(jnp.isfinite(y))
+    clean = jnp.all(finite_y)
     contracted: jax.Array = lax.cond(clean, lambda: dot(x, jnp.where(clean, y, 0)), row_by_row)
     return contracted
 

@@ -181,6 +181,7 @@ def mla_gradient(op: str, mode: Mode = PLAIN) -> Target:
     sources, attributes = SOURCES[op.replace("_bwd", "_fwd")], SCALE
     results: Arrays
     rows, resolution = OF_ROWS, arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
+    results: Arrays
     if mode.bounds:
         rows = (*rows, array("most_of_p: f32[b s_q h_q]", "table"))
         name, forms, results = "bounds", {"u32": "2"}, ()
@@ -412,8 +413,7 @@ TARGETS = (
             *(array(f"{name}: f32[b s_q {axes}]", aligned=True) for name, axes in (("post", "4"), ("mix", "4 4"))),
             array("taken: f32[b s_q n_taken]", aligned=True),  # n_taken is 4, or 0 where z takes the new pre
             array("fn: f32[24 4 hidden]", aligned=True),
-            *arrays("scale: f32[3]"),
-            array("base: f32[24]", aligned=True),
+            *arrays("scale: f32[3]", "base: f32[24]"),
             array("norm: f32[hidden]", aligned=True),
         ),
         (

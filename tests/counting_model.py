@@ -26,6 +26,12 @@ class Caches(NamedTuple):
     def fork(self, source, target):
         return self
 
+    def take(self, places):
+        return self._replace(table=self.table[places])
+
+    def put(self, places, taken):
+        return self._replace(tokens=taken.tokens)
+
 
 class Counting:
     """It says the next number where the tokens at a sequence's beginning, middle and end, as its pages have them, count
@@ -69,7 +75,7 @@ def server(
     places: int = 4, room: int = 64, chunk: int = 8, page: int = 8, pages: int | None = None, **how: Any
 ) -> Server:
     pages = places * -(-room // page) if pages is None else pages
-    return Server(Counting(), {}, jnp.float32, places, room, chunk, page, pages, **how)
+    return Server(Counting(), {}, jnp.float32, places, room, chunk, page, pages, **{"readers": max(places, 1), **how})
 
 
 def assert_right(request: Request) -> None:

@@ -13,7 +13,9 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -222,7 +224,10 @@ class Run:
             raise Stop(f"there is no {self.platform} device here: {ready.device}")
         self.to_run = [name for name in ready.tests if name not in self.passed_before]
         self.alone = [name for name in ready.alone if name in set(self.to_run)]
-        self.write(began=time.strftime("%Y-%m-%dT%H:%M:%S"), device=ready.device, tests=len(self.to_run))
+        head = ["git", "rev-parse", "--short=7", "HEAD"]  # nothing where there is no repository
+        commit = subprocess.run(head, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        began = time.strftime("%Y-%m-%dT%H:%M:%S")
+        self.write(began=began, device=ready.device, tests=len(self.to_run), commit=commit)
         before = len(ready.tests) - len(self.to_run)
         print(f"{ready.device}: {len(self.to_run)} tests, {before} have passed before", flush=True)
         for result in ready.broken:

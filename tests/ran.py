@@ -18,11 +18,11 @@ RAN = Path(__file__).resolve().parents[1] / "docs/ran.json"
 
 
 def results(lines: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The last result of each test, with the day and the card of its run."""
+    """The last result of each test, with the day, the card and the commit of its run."""
     found, run = dict[str, dict[str, Any]](), dict[str, Any]()
     for line in map(json.loads, lines):
         if "began" in line:
-            run = {"date": line["began"][:10], "card": card(line["device"])}
+            run = {"date": line["began"][:10], "card": card(line["device"]), "commit": line.get("commit", "")}
         elif "test" in line:
             found[line["test"]] = {**line, **run}
     return found
@@ -43,8 +43,8 @@ def noted(rows: Sequence[dict[str, Any]], of: dict[str, dict[str, Any]], commit:
             said.append(f"FAILED  {row['kernels']}: {', '.join(bad)}")
         elif passed:
             last = max(passed, key=lambda x: str(x["date"]))
-            count = sum(x["card"] == last["card"] for x in passed)
-            row["tests"] = [commit, last["card"], last["date"], f"{count} test{'s' * (count > 1)}"]
+            count = sum((x["card"], x["commit"]) == (last["card"], last["commit"]) for x in passed)
+            row["tests"] = [last["commit"] or commit, last["card"], last["date"], f"{count} test{'s' * (count > 1)}"]
             said.append(f"noted   {row['kernels']}: {', '.join(row['tests'])}")
     return said
 
@@ -60,7 +60,9 @@ def written(record: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None, path: Path = RAN) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ran", description=__doc__)
     parser.add_argument("results", type=Path, help="the file that tests.gpu wrote")
-    parser.add_argument("--commit", help="the commit that the tests ran at (default: the one that is checked out)")
+    parser.add_argument(
+        "--commit", help="the commit that tests ran at whose results name none (default: the one that is checked out)"
+    )
     args = parser.parse_args(argv)
     command = ["git", "-C", str(RAN.parent), "rev-parse", "--short=7", "HEAD"]
     commit = args.commit or subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

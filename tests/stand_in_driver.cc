@@ -120,6 +120,12 @@ int cuKernelGetFunction(void** function, void* kernel) {
   return Call("cuKernelGetFunction", Is(kernel, kKernels, 8));
 }
 
+int cuOccupancyMaxActiveClusters(int* clusters, void* function, const dsv4_fmha::CUlaunchConfig* config) {
+  *clusters = 14;
+  const bool has_size = config->attribute_count == 1 && config->attributes[0].id == dsv4_fmha::kClusterDimension;
+  return Call("cuOccupancyMaxActiveClusters", Is(function, kKernels, 8) && pushed == 1 && has_size);
+}
+
 int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const uint64_t*, const uint64_t*,
                            const uint32_t*, const uint32_t*, int, int, int, int) {
   std::memset(map, 0, 128);

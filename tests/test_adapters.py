@@ -89,6 +89,7 @@ def adapter(monkeypatch, name):
         ("levanter", "pip install 'marin-levanter>=0.2"),
         ("ejkernel", "pip install 'ejkernel>=0.0.80'"),
         ("axlearn", "pip install git.https://github.com/apple/axlearn"),
+        ("maxtext", "pip install 'maxtext>=0.2.5'"),
     ],
 )
 def test_without_the_package_the_error_names_it(name, package, monkeypatch):

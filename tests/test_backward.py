@@ -210,7 +210,7 @@ SOURCES = {
         ("mla_span_bwd", "do", lambda x: x[:, 1:], r"do: got shape \[2, 69, 8, 512\], wanted \[2, 70, 8, 512\]"),
         ("mla_span_bwd", "do", lambda x: x.astype(np.float16), "do: got F16, wanted BF16 like q"),
         ("mla_span_bwd", "lse", lambda x: x[..., :3], r"lse: got shape \[2, 70, 3\], wanted \[2, 70, 8\]"),
-        ("mla_span_bwd", "sink_factor", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
+        ("mla_span_bwd", "sink_factor", lambda x: x.astype(jnp.bfloat16), "sink_factor: got BF16, wanted F32"),
         ("mla_span_bwd", "kv", lambda x: x[:, :, 0], r"kv: got .* wanted \[b, s_kv, h_kv, d\]"),
         ("mla_sparse_bwd", "delta", lambda x: x[:1], r"delta: got shape \[1, 70, 8\], wanted \[2, 70, 8\]"),
         ("mla_sparse_bwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.deepseek_v4 import common
+from examples.deepseek_v4.checkpoint import Checkpoint
 from examples.deepseek_v4.drafts import DSpark
+from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict
 
-from .test_deepseek_v4 import checkpoint
+from .test_deepseek_v4_checkpoint import checkpoint
 
 CONFIG = {
     **common.SMALL, "hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2,
@@ -111,6 +113,14 @@ def not_numbers(files, name):
     entry[2] = b"\xff" * len(entry[2])
 
 
+def of_float32(name, number):
+    def change(files):
+        entry = files.tensor(name)
+        entry[0], entry[2] = "F32", np.full(entry[1], number, np.float32).tobytes()
+
+    return change
+
+
 def of_dtype(name, dtype, bytes_each=None):
     def change(files):
         entry = files.tensor(name)
@@ -164,6 +174,11 @@ CASES = {
     "NaN in scales": (lambda f: not_numbers(f, f"{EXPERT}.scale"), rf": {EXPERT}.scale: got NaN or inf among scales"),
     "NaN in attention's": (lambda f: not_numbers(f, f"{ATTENTION}.scale"),
         rf": {ATTENTION}.weight: got scales that are NaN or inf, wanted finite"),
+    "negative scales": (of_float32(f"{EXPERT}.scale", -1),
+        rf": {EXPERT}.scale: got -1 among scales, wanted .* above 0"),
+    "scales of 0": (of_float32(f"{FP8}.scale", 0), rf": {FP8}.scale: got 0 among scales, wanted numbers above 0"),
+    "negative in attention's": (of_float32(f"{ATTENTION}.scale", -2),
+        rf": {ATTENTION}.weight: got scales down to -2, wanted scales above 0"),
     # what is there twice
     "a copy": (lambda f: f["model-1.safetensors"].update(f["model-0.safetensors"]),
                r"model-1.safetensors: .*: got it twice, wanted it once: model-0.safetensors: .* is the same tensor"),
@@ -281,6 +296,8 @@ INDICES = {
         "model-2.safetensors: got no such file, wanted it: .* says that"),
     "another tensor": (lambda x: x.replace('"embed.weight"', '"embed.weights"'),
                        r"embed.weight: got it here, wanted it where model.safetensors.index.json says"),
+    "outside": (lambda x: re.sub(r'"(model-1\.)', r'"../\1', x),
+                r"index.json: .*: got the file '../model-1.safetensors', wanted one in this folder"),
     "one more": (lambda x: x.replace('"embed.weight"', '"more": "model-0.safetensors", "embed.weight"'),
                  "model-0.safetensors: more: got none, wanted it here, as model.safetensors.index.json says"),
     "another file": (lambda x: re.sub('("embed.weight": "model-)(.)', lambda m: m[1] + "10"[int(m[2])], x),
@@ -309,6 +326,15 @@ def test_an_index_says_which_files_count(good, tmp_path):
     (tmp_path / INDEX).unlink()
     with pytest.raises(ValueError, match="got it twice, wanted it once"):
         load(model, tmp_path)
+
+
+def test_scales_of_a_table_are_numbers(tmp_path):
+    """An engram's table has them as a parameter of its own."""
+    Files({"model-0.safetensors": {"embed.scale": ["F8_E8M0", [3, 2], b"\x7f" * 4 + b"\xff\x7f"]}}).write(tmp_path)
+    made = Checkpoint(tmp_path)
+    assert made.piece("embed.scale", (slice(0, 2), slice(None)), None)[0].shape == (2, 2)
+    with pytest.raises(ValueError, match=r"embed\.scale: got NaN or inf among scales, wanted finite ones"):
+        made.piece("embed.scale", (slice(None), slice(None)), None)
 
 
 def is_the_same(got, want):
@@ -431,9 +457,44 @@ def fp8(*shape, dtype=jnp.float8_e4m3fn):
         ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE, "wkv__weight_scale_inv": NONE},
             "got wkv.weight_scale_inv under"),
         ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE * np.nan}, r"wkv\.weight: got scales that are NaN or inf"),
+        ({"wkv__weight": fp8(32, 64), "wkv__scale": NONE}, r"wkv\.weight: got scales down to 0, wanted scales above 0"),
         ({"kv_proj__weight": np.zeros((32, 64), np.float32)}, "got kv_proj.weight under '', wanted a layer's alone"),
     ],
 )  # fmt: skip
 def test_scales_of_a_state_dict(changes, message):
     with pytest.raises(ValueError, match=f"from_state_dict: .*{message}"):
         from_state_dict(LAYER, state(**changes))
+
+
+def without(tree, name):
+    return {key: x for key, x in tree.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: without(p, "norm"), r"params: norm: got none, wanted \[192\]"),
+        (lambda p: {**p, "other": jnp.ones(3)}, r"params: other: got float32\[3\], wanted none"),
+        (lambda p: {**p, "norm": jnp.ones(3)}, r"params: norm: got float32\[3\], wanted \[192\]"),
+        (lambda p: {**p, "layers": p["layers"][:1]}, r"params: layers/1/\S+: got none, wanted"),
+        (lambda p: {**p, "layers": [*p["layers"], {"x": jnp.ones(2)}]}, r"layers/2/x: got float32\[2\], wanted none"),
+        (lambda p: {**p, "layers": [{}, p["layers"][1]]}, r"params: layers/0/\S+: got none, wanted"),
+    ],
+)
+def test_only_the_parameters_of_a_model_are_saved(good, change, message, tmp_path):
+    """Those that are too many were left out without a word, and those that were missing were a KeyError."""
+    model, _, want = good
+    params = without(want[False], "drafts")
+    with pytest.raises(ValueError, match=message):
+        save(model.model, change(params), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_drafts_and_packed_matrices_are_not_saved(good, tmp_path):
+    model, _, want = good
+    with pytest.raises(TypeError, match="save: model: got DSpark, wanted a Model"):
+        save(model, want[False], tmp_path / "new")
+    with pytest.raises(ValueError, match=r"params: drafts/.*wanted none"):
+        save(model.model, want[False], tmp_path / "new")
+    with pytest.raises(ValueError, match=r"params: layers/0/moe/\w+: got Packed, wanted"):
+        save(model.model, without(want[True], "drafts"), tmp_path / "new")

@@ -1,5 +1,7 @@
 """examples/deepseek_v4: texts, tokens, configs and options that come from outside."""
 
+import functools
+import io
 import json
 import random
 import re
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek_v4 import common, serve, speed, train
+from examples.deepseek_v4 import common, data, serve, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import Model
 from examples.serving import Request, Server
@@ -120,6 +122,13 @@ def test_words(words):
     assert said(numbers, [5, 63]) == "5 63 "
     with pytest.raises(ValueError, match=r"prompt: got \d+ as token number \d, wanted integers from 0 to 9"):
         common.Words.encode(type("Few", (), {"tokenizer": words.tokenizer, "vocabulary": 10})(), "the fox")
+    with pytest.raises(ValueError, match=r"prompt: got '\\udcff' as character number 4, wanted a text in UTF-8"):
+        words.encode("the \udcff")
+
+
+def test_bytes_that_are_no_text_are_one_line_s(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"5 6\n\xff\n7\n"), "utf-8"))
+    assert list(serve.standard_input()) == ["5 6\n", "\udcff\n", "7\n"]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +187,9 @@ def test_an_entry_that_is_missing(name, how):
     "changes, message",
     [
         ({"vocab_size": "1000"}, "vocab_size: got '1000', wanted an integer of at least 1"),
+        ({"head_dim": "512"}, "head_dim: .*got 512, wanted an int >= 1, known while tracing; '512' is a str"),
+        ({"num_hidden_layers": 43.0}, r"num_hidden_layers: got 43\.0, wanted an int"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, wanted .*; at most 2\\*\\*31 - 1"),
         ({"vocab_size": 0}, "vocab_size: got 0, wanted"),
         ({"vocab_size": 64.0}, r"vocab_size: got 64\.0, wanted"),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok: got 17, wanted an integer from 1 to 16"),
@@ -196,6 +208,21 @@ def test_an_entry_that_is_missing(name, how):
         ({"dspark_target_layer_ids": [43]}, "dspark_target_layer_ids: got 43, wanted an integer from 0 to 42"),
         ({"dspark_noise_token_id": 1000}, "dspark_noise_token_id: got 1000, wanted an integer from 0 to 999"),
         ({"dspark_markov_rank": None}, "got none of dspark_markov_rank, wanted it"),
+        ({"dspark_target_layer_ids": [2, 1]}, r"dspark_target_layer_ids: got \(2, 1\), wanted each once"),
+        ({"dspark_n_routed_experts": 4}, "wanted dspark_n_routed_experts and dspark_num_experts_per_tok, or neither"),
+        ({"n_mtp_layers": 5}, "n_mtp_layers: got 5, wanted 2, as compress_ratios says"),
+        ({"n_group": 8}, "n_group: got 8, wanted 1"),
+        ({"topk_group": 4}, "topk_group: got 4, wanted 1"),
+        ({"topk_method": "greedy"}, "topk_method: got 'greedy', wanted 'noaux_tc'"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace: got 3, wanted 0"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq: got 2, wanted 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers: got \[0\], wanted no entry that is not known"),
+        ({"hc_sinkhorn_iter": 3}, "hc_sinkhorn_iter: got 3, wanted no entry that is not known"),
+        ({"engram_heads": 3}, "engram_heads: got 3, wanted no entry that is not known"),
+        ({"engram_n_heads": 3}, "got none of engram_layer_ids, wanted it"),
+        ({"scoring_func": ["sigmoid"]}, r"got scores by \['sigmoid'\], wanted one of"),
+        ({"mlp_layer_types": 3}, "mlp_layer_types: got 3, wanted a list"),
+        ({"gate_temp": 0}, "gate_temp: got 0, wanted a number above 0"),
     ],
 )
 def test_entries_that_are_wrong(changes, message):
@@ -219,6 +246,30 @@ def test_other_models(config):
         Model.from_config(config)
 
 
+@pytest.mark.parametrize("name, x", [("n_routed_experts", 8), ("hc_mult", 3), ("tie_word_embeddings", True)])
+def test_entries_around_the_text_model(name, x):
+    """They were ignored, whatever they said."""
+    with pytest.raises(ValueError, match=f"config: {name}: got {x}, wanted {FLASH[name]}, as in text_config"):
+        Model.from_config({"text_config": FLASH, name: x})
+    assert Model.from_config({"text_config": FLASH, name: FLASH[name]}) == Model.from_config(FLASH)
+
+
+def test_a_file_that_says_an_entry_twice(tmp_path):
+    """The last of two was taken."""
+    text = json.dumps(FLASH)[:-1]
+    for name, x in (("n_routed_experts", 32), ("sliding_window", 64), ("hc_mult", 3)):
+        (tmp_path / "config.json").write_text(f'{text}, "{name}": {x}}}')
+        with pytest.raises(ValueError, match=rf"config\.json: .*{name} is there twice"):
+            common.model_of(str(tmp_path))
+
+
+def test_a_text_model_that_is_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": [1]}')
+    for read in (common.model_of, common.ends, functools.partial(common.model_of, drafts=True)):
+        with pytest.raises((ValueError, TypeError), match=r"text_config: got \[1\], wanted a mapping"):
+            read(str(tmp_path))
+
+
 def test_a_config_that_is_none(tmp_path):
     for text, message in (("{", "got no JSON, wanted an object"), ("[]", r"got \[\], wanted a JSON object")):
         (tmp_path / "config.json").write_text(text)
@@ -232,7 +283,7 @@ def test_a_config_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     "tokens, message",
     [
-        (np.arange(10), r"got 10 tokens, wanted at least 16, those of a sequence"),
+        (np.arange(10), r"got 10 tokens, wanted at least 16, those of a row"),
         (np.full(40, 64), r"from token 0 on: got 64 as token number 0, wanted integers from 0 to 63"),
         (np.array([*range(39), -1]), "got -1 as token number 39"),
         (np.array([5] * 39 + [2**32 + 5], np.int64), "got 4294967301 as token number 39"),
@@ -248,7 +299,7 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
     """Wrong ones are refused before the model is there; good ones of any type are what batches have."""
     path = tmp_path / "tokens.npy"
     path.write_bytes(tokens) if isinstance(tokens, bytes) else np.save(path, tokens)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=f"tokens.npy.*: {message}|tokens.npy{message}|tokens.npy, {message}"):
         train.main(tokens=str(path), steps=1, b=2, s=16)
 
@@ -264,7 +315,7 @@ def test_tokens_to_train_on(tokens, message, tmp_path, monkeypatch):
     ids=str,
 )
 def test_numbers_of_a_training(how, message, monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=message):
         train.main(**how)
 
@@ -282,10 +333,11 @@ def test_the_rate_of_a_step(steps):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32])
-def test_batches_of_tokens(dtype, tmp_path):
+def test_rows_of_tokens(dtype, tmp_path):
     np.save(tmp_path / "tokens.npy", (np.arange(1000) % 64).astype(dtype))
-    made = train.batch(train.tokens_in(tmp_path / "tokens.npy", 64, 16), 64, 3, 4, 16)
-    assert made.dtype == np.int32 and (np.diff(made, axis=1) % 64 == 1).all()
+    rows = data.rows_of(str(tmp_path / "tokens.npy"), 64, 16, seed=0)
+    assert len(rows) == 62 and rows[61].tokens.dtype == np.int32 and rows[61].documents is None
+    np.testing.assert_array_equal(rows[61].tokens, (61 * 16 + np.arange(16)) % 64)
 
 
 @pytest.mark.parametrize("package", ["uvicorn", "starlette", "pydantic"])
@@ -294,7 +346,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
     for name in [x for x in sys.modules if x.split(".")[0] == package or x == "examples.deepseek_v4.endpoint"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(
         SystemExit, match=rf"--port: got no package {package}, wanted those of `pip install '\.\[http\]'`"
     ):
@@ -312,6 +364,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
             {"kept": "float8_e4m3fn"},
             "--fp8 and --fp4: got head_dim 32, wanted a model whose entries have 512 dimensions",
         ),
+        ({"kept": "float8_e4m3fn", "speculate": 2}, "--fp8 and --fp4: got head_dim 32, wanted a model whose entries"),
         ({"random": str(__file__)}, "got no JSON, wanted an object"),
         (
             {"tensor": 3, "expert": 3},
@@ -321,7 +374,7 @@ def test_what_http_needs_is_asked_for_first(package, monkeypatch):
     ids=str,
 )
 def test_options_are_checked_first(how, message, monkeypatch):
-    monkeypatch.setattr(common, "parameters_of", lambda *_: pytest.fail("the model was made before"))
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     with pytest.raises(ValueError, match=message):
         serve.main([], **how)
 

@@ -14,10 +14,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.deepseek_v4 import common, train
-from examples.deepseek_v4.model import FIXED
+from examples.deepseek_v4.checkpoint import Checkpoint
+from examples.deepseek_v4.model import FIXED, Model
+from examples.deepseek_v4.save import save
+from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import unzigzag, zigzag
 
-from .helpers import collectives
+from .helpers import assert_in_place, collectives, trained
 from .test_deepseek_v4 import assert_close, prompts, small
 
 
@@ -90,38 +93,80 @@ def test_a_step_in_zigzag_order(name, axes):
 def test_train_over_devices_that_share_sequences(tmp_path, capsys):
     """The program has the same losses, and goes on from a state that one device kept."""
     how = {"steps": 8, "b": 2, "s": 64, "every": 1, "data": 1, "keep": tmp_path}
-    train.main(**how, until=1)
+    trained(train.main, **how, until=1)
     shutil.copytree(tmp_path, want := tmp_path.with_name("want"))
-    got = train.main(**how, context=2, expert=2, until=3)
+    got = trained(train.main, **how, context=2, expert=2, until=3)
     assert (
         "mesh {'data': 1, 'context': 2, 'tensor': 1, 'expert': 2} of cpu devices, from step 1 on"
         in capsys.readouterr().out
     )
-    np.testing.assert_allclose(got, train.main(**how | {"keep": want}, until=3), rtol=1e-4)
+    np.testing.assert_allclose(got, trained(train.main, **how | {"keep": want}, until=3), rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_train(tmp_path, capsys):
     """Both losses fall; a program that goes on from a kept state has the same ones, on eight devices, too."""
     how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
-    losses = np.array(train.main(**how))
+    losses = np.array(trained(train.main, **how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
-    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
-    first = train.main(**how, keep=tmp_path / "a", until=9)
+    said = r"^step   16  loss [\d.]+, of indexers [\d.]+, gradient [\d.]+, load [\d.]+, recall [\d.]+; \d+ tokens/s$"
+    assert re.search(said, capsys.readouterr().out, re.M)
+    first = trained(train.main, **how, keep=tmp_path / "a", until=9)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "config.json").write_text(json.dumps(common.small()))
-    second = train.main(**how, keep=tmp_path / "a", random=str(tmp_path / "config.json"))
+    second = trained(train.main, **how, keep=tmp_path / "a", random=str(tmp_path / "config.json"))
     assert len(first) == 9 and len(second) == 15
     np.testing.assert_array_equal([*first, *second], losses)
-    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
+    others = trained(train.main, **how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
     np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_attention_learns_alone(tmp_path):
+    """From a checkpoint, and over devices; what is saved has all else as it was, under the same names."""
+    sizes = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "dspark_target_layer_ids": [0]}
+    config = {**common.small(), **sizes, "num_hash_layers": 0, "hc_sinkhorn_iters": 1}
+    model = Model.from_config(config)
+    params = model.init(jax.random.key(0), jnp.float32)
+    save(model, params, tmp_path / "before", dtype=jnp.float32)
+    (tmp_path / "before" / "config.json").write_text(json.dumps(config))
+    how = {"checkpoint": str(tmp_path / "before"), "steps": 4, "b": 2, "s": 48, "data": 2, "expert": 2}
+    losses = trained(train.main, **how, only="attention/(w|sink)", save=str(tmp_path / "after"))
+    assert losses[-1] != losses[0]
+    assert {*Checkpoint(tmp_path / "after")} == {*Checkpoint(tmp_path / "before")}
+    assert json.loads((tmp_path / "after" / "config.json").read_text()) == config
+    got = load(model, tmp_path / "after", jnp.float32)
+    for (path, x), want in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(params), strict=True):
+        learns = re.search("attention/(w|sink)", jax.tree_util.keystr(path, simple=True, separator="/"))
+        assert (np.asarray(x) != np.asarray(want)).any() == bool(learns), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "expert": 2}], ids=str)
+def test_no_copy_of_a_state(axes):
+    """A step updates every parameter and moment in place."""
+    sizes = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "dspark_target_layer_ids": [0]}
+    model = Model.from_config({**common.small(), **sizes, "hc_sinkhorn_iters": 1})
+    with common.mesh_of(1, axes.get("expert", 1), data=axes.get("data", 1)) as mesh:
+        trainer = train.Trainer(model, mesh, steps=10, rate=1e-3, remat="but-attention")
+        batch = train.Row(jax.ShapeDtypeStruct((2, 32), jnp.int32, sharding=NamedSharding(mesh, P("data"))), None)
+        assert_in_place(trainer.step.trace(trainer.shapes(), batch))
+
+
+def test_what_learns(monkeypatch):
+    monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
+    model = common.model_of(None)
+    names = jax.tree_util.tree_leaves_with_path(train.learning(model, "0/attention/sink$|^head"))
+    assert [jax.tree_util.keystr(path) for path, x in names if x] == ["['head']", "['layers'][0]['attention']['sink']"]
+    with pytest.raises(ValueError, match="--only: got 'sinks', wanted a part of a path such as"):
+        train.main(only="sinks")
 
 
 @pytest.mark.gpu
 def test_train_on_a_gpu(tmp_path, cuda):
     """In bfloat16 with kernels: both losses fall, and a program that goes on has nearly the same ones."""
     how = {"steps": 24, "b": 4, "s": 256, "every": 8}
-    losses = np.array(train.main(**how))
+    losses = np.array(trained(train.main, **how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
-    first = train.main(**how, keep=tmp_path, until=9)
-    np.testing.assert_allclose([*first, *train.main(**how, keep=tmp_path)], losses, rtol=0.05)
+    first = trained(train.main, **how, keep=tmp_path, until=9)
+    np.testing.assert_allclose([*first, *trained(train.main, **how, keep=tmp_path)], losses, rtol=0.05)

@@ -151,10 +151,6 @@ def test_a_fragment_is_found(docstring):
     assert find(docstring) and not find("Offsets of keys.") and not find("The keys that a query sees. Of one entry.")
 
 
-def test_records_are_of_the_machine_code_that_is_built():
-    assert [*LINT["machine_code"]()] == []
-
-
 def test_a_record_of_older_machine_code_is_found(monkeypatch):
     ran = LINT["runs"]
     row = {"key": "a_key", "sha256": "b" * 64, "arch": "sm_90a"}

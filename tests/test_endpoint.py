@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn")
 
-from examples.deepseek_v4 import common, serve
+from examples.deepseek_v4 import common, load, serve
 from examples.deepseek_v4.endpoint import Endpoint
 from examples.serving import Request
 
@@ -105,6 +105,8 @@ def events(text):
         ({"prompt": [[5, 6, 7]]}, [8, 9, 10, 11]),
         ({"max_tokens": None, "n": 1, "stop": None, "logprobs": None, "user": "me", "top_p": 1}, list(range(8, 24))),
         ({"temperature": 1e-30, "seed": -(2**63), "top_p": 0.001, "logit_bias": {}}, [8, 9, 10, 11]),
+        ({"temperature": 1, "top_p": 1e-40}, [8, 9, 10, 11]),
+        ({"temperature": 1, "top_p": 5e-324}, [8, 9, 10, 11]),
         ({"prompt": "48", "max_tokens": 9}, [49, 50]),
         ({"prompt": "88", "max_tokens": 9}, [89, 90]),
         ({"prompt": "48", "ignore_eos": True}, [49, 50, 51, 52]),
@@ -187,6 +189,8 @@ REFUSED = [
     (b'{"model": "counting", "prompt": "5", "max_tokens": 1' + b"0" * 400 + b"}", "max_tokens: got |the body"),
     (b'{"model": "counting", "prompt": [1' + b"0" * 400 + b"]}", "prompt: got |the body"),
     (b'{"model": "counting", "prompt": "\\ud800"}', "the body|prompt: got"),
+    (b'{"model": "counting", "prompt": "5", "max_tokens": 1, "max_tokens": 2}', "the body: max_tokens is there twice"),
+    (b'{"model": "counting", "prompt": "5", "metadata": {"a": 1, "a": 2}}', "the body: a is there twice"),
     ({"temperature": -1}, "temperature: got -1, wanted it to be greater than or equal to 0"),
     ({"temperature": 2.1}, "temperature: got 2.1, wanted it to be less than or equal to 2"),
     ({"temperature": "1"}, "temperature: got '1', wanted it to be a valid number"),
@@ -319,6 +323,43 @@ def test_whoever_leaves_is_forgotten(served, stream):
     finally:
         served.server._run = slow
     assert served.server.is_idle and not served.open and len(served.server.pages.free) == free
+
+
+def test_load_by_http(served, tmp_path, capsys):
+    """Seven requests over three connections: a row of the table, and the same numbers in the file."""
+    url, file = f"http://127.0.0.1:{served.port}", tmp_path / "rates.json"
+    how = {"concurrency": [3], "n_out": 5, "requests": 7, "url": url}
+    (row,) = load.main(**how, n_in=6, devices=2, file=str(file))
+    assert json.loads(file.read_text())["rows"] == [row] and row["requests"] == 7
+    assert 0 < row["ttft_ms"] <= row["ttft_p99_ms"] and 0 <= row["tpot_ms"] <= row["tpot_p99_ms"]
+    assert row["in_tokens_s"] / row["out_tokens_s"] == pytest.approx(6 / 5, rel=0.01)
+    *_, head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["concurrency", "TTFT", "ms"] and line.split()[:2] == ["3", f"{row['ttft_ms']:.1f}"]
+    with pytest.raises(ValueError, match=r"got status 400, .*context_length_exceeded"):
+        load.main(**how, n_in=300)
+
+
+def test_load_in_process(capsys):
+    """No more requests are under way than asked for, and each has the times of its own tokens."""
+    serving, most = server(places=4), 0
+    submit = serving.submit
+
+    def counted(request):
+        nonlocal most
+        submit(request)
+        most = max(most, len(serving.waiting) + sum(place is not None for place in serving.places))
+
+    serving.submit = counted
+    row = load.Row(3, 6, 5, requests=8, minutes=0)
+    load.in_process(serving, row, lambda: counting(2, 6), 0.0)
+    assert most == 3 and [times.said for times in row.ended] == [5] * 8 and row.steps
+    assert all(x.began < x.first <= x.last and x.tpot == (x.last - x.first) / 4 for x in row.ended)
+    row = load.Row(1, 6, 5, requests=0, minutes=2)
+    row.began -= 119.5
+    load.in_process(serving, row, lambda: counting(2, 6), 0.0)
+    minute, *_ = row.minutes
+    assert minute["minute"] == 1 and minute["MiB"] > 50 and minute["step_ms"] > 0 and minute["host_ms"] > 0
+    assert not serving.pages.counts.any() and serving.is_idle
 
 
 def test_a_server_that_fails_says_so():

@@ -24,6 +24,10 @@ def spans(q, k, n):
     return fmha(q, k, span=Span.causal(s, t - s) & Span.lengths(n) & Span(1, t - 1))
 
 
+def part(q, k, n):
+    return fmha(q, k, d_v=12, span=Span.causal(q.shape[1], k.shape[1] - q.shape[1]) & Span.lengths(n))
+
+
 def segments(q, k, i, j):
     return fmha(q, k, span=Span.segments(i, j) & Span.segments(i, i))
 
@@ -52,6 +56,8 @@ CASES = {
     "decode": (decode, "bshd btd bcd", "btc"),
     "drop-in": (drop_in, "bshd btkd b b", "bst"),
     "gradient of spans": (spans, "bshd bt1d b", "bst"),
+    "gradient of spans of a part": (part, "bshd bt1d b", "bst"),
+    "gradient of top-k of a part": (functools.partial(sparse_fmha, d_v=12), "bshd btd bsx", "bstx"),
     "gradient of top-k": (sparse_fmha, "bshd btd bsx", "bstx"),
     "gradient of a pool": (sparse_fmha, "bshd td bsx", "bstx"),
 }

@@ -138,10 +138,15 @@ def by_numpy(**given):
     }
 
 
-def assert_near(got, want):
+def assert_near(got, want, k=R):
+    """A tensor core rounds its float32 sum toward zero at each 16 of the `k` terms, by half of a unit on average: with
+    that in NumPy, one part's sum of 4360 terms is up to 3.3 * 2**-18 off, and that of four parts 0.7 * 2**-18.
+    """
+    in_float32 = max(2**-18, 2**-24 * k / 16)
     for name, y in got.items():
         size = np.abs(want[name]) + np.sqrt(np.mean(want[name] ** 2))
-        most = 2**-3 if name == "codes" else 2**-18 if y.dtype == jnp.float32 else 2**-6 if name == "indexed" else 2**-7
+        bits = 2**-6 if name == "indexed" else 2**-7
+        most = 2**-3 if name == "codes" else in_float32 if y.dtype == jnp.float32 else bits
         assert (np.abs(np.asarray(y, np.float64) - want[name]) <= most * size).all(), name
 
 
@@ -283,6 +288,27 @@ def test_launches_of_a_step(ratio, cache):
     assert found["launches"] == LAUNCHES[cache][ratio], found["kernels"]
 
 
+SIZES = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
+SIZES |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+@pytest.mark.parametrize("sizes", [{}, {"o_groups": 2, "o_lora_rank": 1024}, {"hidden_size": 8192, "o_lora_rank": 64}])
+def test_products_of_a_step_are_kernels(sizes, kind, cache):
+    """Whatever the matrices: one that wants a number of parts that no kernel has takes another number."""
+    layer = from_config(MODELS["v4"] | SIZES | sizes)[kind]
+
+    def made(key):
+        params = layer.joined(layer.init(key, jnp.bfloat16))
+        return params, jnp.zeros((2, 1, layer.hidden), jnp.bfloat16), layer.cache(2, 48, jnp.dtype(cache))
+
+    step = jax.jit(lambda *args: layer.step(*args, lengths=5, batch_invariant=True).y)
+    text = step.trace(*jax.eval_shape(made, jax.random.key(0))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "few_rows_product_of_turned" in text
+    assert "dot_general" not in text
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(("rank", "groups", "n"), [(2632, 4, 2184), (4360, 1, 4360)], ids=["a few parts", "fewer"])
@@ -292,7 +318,7 @@ def test_kernels_are_right(rows, rank, groups, n):
     given = operands(b=rows, s=1, h=16, rank=rank, groups=groups, n=n)
     run = jax.jit(lambda x: all_of(True, **x))
     assert run.lower(given).as_text().count("custom_call @dsv4_fmha_few_rows_product") == 9
-    assert_near(run(given), by_numpy(**given))
+    assert_near(run(given), by_numpy(**given), rank)
 
 
 @pytest.mark.gpu
@@ -328,9 +354,7 @@ def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
     """A whole layer steps 128 sequences of different lengths, and then some of them: the attention of one shares out
     columns, that of 100 does not, and products take a tile of rows or two.
     """
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
-    sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
-    layer = from_config(MODELS["v4"] | sizes)[kind]
+    layer = from_config(MODELS["v4"] | SIZES)[kind]
     params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
     x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
     lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)

@@ -1,9 +1,12 @@
 import ctypes
 import dataclasses
 import functools
+import importlib
+import inspect
 import itertools
 import math
 import os
+import pkgutil
 import re
 import shutil
 import struct
@@ -31,21 +34,8 @@ from interpreter.kernels.native import (
     variant_of,
 )
 from interpreter.machine.copies import TensorMap
-from jax_dsv4_fmha._host import (
-    attention,
-    call,
-    few_rows_product,
-    fused_moe,
-    gradients,
-    hyper_connection,
-    indexer,
-    key_codes,
-    kv_insert,
-    library,
-    rope,
-    seen_slots,
-    split_kv,
-)
+from jax_dsv4_fmha import _host
+from jax_dsv4_fmha._host import attention, call, library, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
 from jax_dsv4_fmha._host.mode import PLAIN, Mode, name_of
 from kernels import abi, calls, tables, targets
@@ -132,18 +122,8 @@ def test_a_mode_is_the_same_for_kernels_and_the_package():
 
 
 def test_every_target_has_a_raw_call():
-    modules = (
-        few_rows_product,
-        fused_moe,
-        gradients,
-        hyper_connection,
-        indexer,
-        key_codes,
-        kv_insert,
-        rope,
-        seen_slots,
-    )
-    raw = {name for module in modules for name in vars(module)}
+    modules = [importlib.import_module(f"{_host.__name__}.{x.name}") for x in pkgutil.iter_modules(_host.__path__)]
+    raw = {name for module in modules for name, x in vars(module).items() if inspect.isfunction(x)}
     with_modes = {v.name for v in VARIANTS if v.op in (*FORWARD_OPS, *BACKWARD_OPS)}
     assert {name.removesuffix("_shared_kv") for name in TARGETS if name not in with_modes} <= raw
 

@@ -1,38 +1,26 @@
 """A layer's experts from weights in MXFP4: the definition, packing, errors, transformations, and kernels on a GPU."""
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
-from interpreter.kernels.fused_moe import BF16, LIMIT, Problem, numbers, of_large_scales
+from interpreter.kernels.fused_moe import of_large_scales
 from jax_dsv4_fmha import EXPORT_CHECKS, PackedExperts, explain, fused_moe, pack_experts
 from jax_dsv4_fmha._host import fused_moe as raw
+from jax_dsv4_fmha._testing import experts as cases
+from jax_dsv4_fmha._testing.cases import MODEL
+from jax_dsv4_fmha._testing.experts import LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
 from kernels.abi import MOST_GROUPS, GroupedProduct
+from tests.helpers import collectives
+from tests.transformed import KINDS
 
-
-def operands(x, dtype=jnp.bfloat16):
-    return jnp.asarray(x.x, dtype)[None], *x.packed, jnp.asarray(x.chosen)[None], jnp.asarray(x.weights)[None]
-
-
-def wanted(x, round_inner=True):
-    """float64 [tokens, k], with the channels inside of experts rounded as they are in memory."""
-    y, n_chosen = np.zeros(x.x.shape), x.chosen.shape[1]
-    for e, choices in x.rows().items():
-        for choice in choices:
-            inner = x.inner_of(choice)
-            inner = inner.astype(BF16).astype(np.float64) if round_inner else inner
-            y[choice // n_chosen] += numbers(x.codes2[e], x.scales2[e]) @ inner
-    return y
-
-
-def off(y, want):
-    return np.abs(np.asarray(y[0], np.float64) - want).max() / np.abs(want).max()
+CASES = [case for case in MODEL if isinstance(case, ExpertsCase)]
 
 
 @pytest.mark.parametrize("change", [lambda x: x, of_large_scales], ids=["usual scales", "large and small scales"])
@@ -55,6 +43,59 @@ def test_definition():
     assert off(fused_moe(*operands(x, jnp.float32), limit=LIMIT), wanted(x, round_inner=False)) < 1e-5
 
 
+def test_an_expert_that_is_not_a_number_reaches_its_own_tokens_alone():
+    x = Problem.of([1, 0, 9, 20])
+    spoilt = Problem.of([1, 0, 9, 20])
+    for scales in (spoilt.scales13, spoilt.scales2):
+        scales[:2] = 255  # one that a token chose, and one that nobody did
+    given, _, _, chosen, weights = operands(x, jnp.float32)
+    others = np.asarray(chosen != 0).all(-1)
+    assert 0 < others.sum() < others.size
+
+    def result(of):
+        def f(given, weights):
+            return fused_moe(given, *of.packed, chosen, weights, limit=LIMIT, implementation="reference")
+
+        y, back = jax.vjp(f, given, weights)
+        return y, *back(jnp.ones_like(y))
+
+    for got, want in zip(result(spoilt), result(x), strict=True):
+        np.testing.assert_array_equal(got[others], want[others])
+        assert np.isfinite(want).all() and np.isnan(got[~others]).any()
+
+
+def test_a_weight_of_0_has_a_gradient():
+    given, w13, w2, chosen, weights = operands(Problem.of([3, 4]), jnp.float32)
+
+    def total(weights):
+        return fused_moe(given, w13, w2, chosen, weights, implementation="reference").sum()
+
+    got = jax.grad(total)(jnp.zeros_like(weights))
+    np.testing.assert_allclose(got, jax.grad(total)(weights), rtol=1e-4, atol=1e-4)  # the op is linear in them
+    assert (got != 0).any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_check_s_cases(case):
+    assert case.complaints("reference") == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x, w13, w2, chosen, weights: (x, w13, w2, chosen, weights[..., ::-1]),
+        lambda x, w13, w2, chosen, weights: (x, w13, w2, chosen ^ 1, weights),
+        lambda x, w13, w2, chosen, weights: (x, w13, jax.tree.map(lambda a: a[::-1], w2), chosen, weights),
+    ],
+    ids=["weights", "choices", "matrices"],
+)
+def test_check_finds_what_is_wrong(monkeypatch, fault):
+    right = fused_moe
+    monkeypatch.setattr(cases, "fused_moe", lambda *given, **how: right(*fault(*given), **how))
+    (says,) = CASES[0].complaints("reference")
+    assert says.startswith("results are off by ")
+
+
 def test_without_a_limit():
     x = Problem.of([2, 3], scale=119)
     args = operands(x, jnp.float32)
@@ -62,22 +103,40 @@ def test_without_a_limit():
     assert (np.asarray(fused_moe(*args)) != np.asarray(fused_moe(*args, limit=0.1))).any()
 
 
-def test_experts_of_two_devices_add_up():
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_two_devices_add_up(kind):
     """In a shard_map each device has some experts, and their numbers from 0 on."""
     x = Problem.of([3, 4])
     given, w13, w2, chosen, weights = operands(x, jnp.float32)
-    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
 
     def of_device(given, w13, w2, chosen, weights):
-        w13, w2 = (replace(w, data=w.data, factor=w.factor) for w in (w13, w2))
         first = jax.lax.axis_index("expert") * w13.experts
         return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
 
     spec = P("expert")
+    w13, w2 = jax.device_put((w13, w2), NamedSharding(mesh, spec))
     run = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), spec, spec, P(), P()), out_specs=P())
     text = jax.jit(run).lower(given, w13, w2, chosen, weights).compile().as_text()
     assert "all-gather" not in text
     y = jax.jit(run)(given, w13, w2, chosen, weights)
+    assert off(y, wanted(x, round_inner=False)) < 1e-5
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_share_out_tokens(kind):
+    """Each has the matrices of all experts."""
+    x = Problem.of([3, 0, 4, 8])
+    given, w13, w2, chosen, weights = operands(x, jnp.float32)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(KINDS[kind],))
+    by_tokens = NamedSharding(mesh, P(None, "context"))
+    given, chosen, weights = (jax.device_put(a, by_tokens) for a in (given, chosen, weights))
+    run = functools.partial(fused_moe, limit=LIMIT)
+    with jax.set_mesh(mesh):
+        program = jax.jit(run).lower(given, w13, w2, chosen, weights).compile()
+        y = program(given, w13, w2, chosen, weights)
+    assert collectives(program) == {} and y.sharding.is_equivalent_to(by_tokens, 3)
     assert off(y, wanted(x, round_inner=False)) < 1e-5
 
 
@@ -103,6 +162,15 @@ def test_a_kernel_has_no_gradient():
 
 
 @pytest.mark.skipif(not native.built(GroupedProduct), reason="without kernels")
+def test_an_export_leaves_batch_and_tokens_open():
+    args = operands(Problem.of([1, 2]), jnp.float32)
+    sizes = jax.export.symbolic_shape("b, s")
+    given, chosen, weights = (jax.ShapeDtypeStruct((*sizes, *args[i].shape[2:]), args[i].dtype) for i in (0, 3, 4))
+    f = functools.partial(fused_moe, limit=LIMIT)
+    blob = jax.export.export(jax.jit(f))(given, *args[1:3], chosen, weights).serialize()
+    np.testing.assert_array_equal(jax.export.deserialize(blob).call(*args), f(*args))
+
+
 def test_the_call_is_exported():
     args = operands(Problem.of([1, 2]))
     (decision,) = explain(fused_moe, *args)
@@ -150,6 +218,13 @@ def test_errors_of_packing():
     for args, says in cases:
         with pytest.raises((ValueError, TypeError), match=says):
             pack_experts(*args)
+
+
+def test_packing_in_x64():
+    """The dtypes are those that a kernel takes."""
+    with jax.enable_x64(True):
+        w13, w2 = Problem.of([1]).packed
+        assert {a.dtype.name for w in (w13, w2) for a in (w.factor, w.unpacked())} == {"float32"}
 
 
 def test_packed_experts_are_a_pytree():

@@ -1,10 +1,11 @@
-"""Every public op under random transforms, meshes, x64 and symbolic shapes, against the reference on one device.
+"""Nearly every public op under random transforms, meshes, x64 and symbolic shapes, against the reference on one device.
 
 `pytest -m fuzz` looks for failures (docs/verification.md). KEPT holds the ones it found, and every test run tries them.
 The reference runs on each slice of a mapped axis separately, outside of jit, vmap, scan and meshes.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,19 +23,33 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import (
     EXPORT_CHECKS,
     Cache,
+    PackedExperts,
     Span,
     dot_product_attention,
     dsv4_attention,
     dsv4_decode,
     fmha,
+    fused_moe,
+    hyper_connection,
     indexer_scores,
     lightning_indexer,
     merge,
     sparse_fmha,
 )
+from jax_dsv4_fmha._definitions.experts import CODES, SLAB, SLAB_BYTES, TILE
 
 N = 2  # sizes of an axis that vmap or scan maps
-INTEGERS = ("start", "stop", "indices", "length", "lengths", "offset", "table")
+OF_A_MODEL = {
+    "m": 6,
+    "u": 4,
+    "g": 4,
+    "w": 24,
+    "r": 24,
+    "i": 3,
+    "f": 256,
+}  # sizes that hyper_connection and fused_moe have
+INTEGERS = ("start", "stop", "indices", "length", "lengths", "offset", "table", "chosen")
+FP32 = ("lse", "sink", "post", "mix", "taken", "fn", "scale", "base", "norm", "weights")  # whatever a case's dtype is
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,8 @@ class Case:
 
 # The ops: op(implementation, how, operands) -> results, and the axes of the operands that a choice gives it.
 # b batch, s queries, h heads, k key heads, t keys, c compressed entries, x top-k, d, p pages of a sequence, n pages, e
-# entries of a page. A name that ends in 2 is of an operand like the one without.
+# entries of a page; m hidden, u streams, g streams that they go to, w numbers of a token, r their channels, i parts of
+# these; f channels that experts take. A name that ends in 2 is of an operand like the one without.
 
 Operands = dict[str, Any]
 
@@ -138,6 +154,28 @@ def _scores(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return (indexer_scores(x["q"], x["k"], x["weights"], x["indices"]),)
 
 
+def _connections(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
+    return hyper_connection(**x, iterations=how["iterations"], implementation=i)
+
+
+@functools.cache
+def _matrices() -> tuple[PackedExperts, PackedExperts]:
+    """Those of two experts: any codes, and scales of 2^-9 to 2^-4."""
+    rng = np.random.default_rng(0)
+
+    def matrix(rows: int, gated: bool) -> PackedExperts:
+        data = rng.integers(0, 256, (2, rows // TILE, 256 // SLAB, SLAB_BYTES), np.uint8)
+        data[..., CODES:] = rng.integers(244, 250, data[..., CODES:].shape)
+        return PackedExperts(data, np.array([1.0, 2.0], np.float32), gated)
+
+    return matrix(512, True), matrix(256, False)
+
+
+def _experts(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
+    y = fused_moe(x["x"], *_matrices(), x["chosen"], x["weights"], limit=how["limit"], implementation=i)
+    return (y,)
+
+
 Q, SINK = {"q": "bshd"}, {"sink": "h"}
 OPS: dict[str, Callable[..., Any]] = {
     "fmha": _fmha,
@@ -148,6 +186,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "dot_product_attention": _drop_in,
     "lightning_indexer": _indexer,
     "indexer_scores": _scores,
+    "hyper_connection": _connections,
+    "fused_moe": _experts,
 }
 
 
@@ -181,6 +221,12 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
         return {**Q, "lse": "bsh", "q2": "bshd", "lse2": "bsh", **sink}
     if op == "dot_product_attention":
         return {**Q, "k": "btkd", "v": "btkd", **some, **sink}
+    if op == "hyper_connection":
+        taken = {"taken": "bsu"} if how["taken"] else {}
+        tokens = {"x": "bsum", "y": "bsm", "post": "bsu", "mix": "bsug", **taken}
+        return {**tokens, "fn": "wr", "scale": "i", "base": "w", "norm": "m"}
+    if op == "fused_moe":
+        return {"x": "bsf", "chosen": "bsx", "weights": "bsx"}
     scored = {**Q, "k": "bcd", "weights": "bsh"}
     return {**scored, **some} if op == "lightning_indexer" else {**scored, "indices": "bsx"}
 
@@ -214,6 +260,8 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
         },
         "lightning_indexer": {"topk": st.integers(1, 9), "lengths": yes, "offset": yes},
         "indexer_scores": {},
+        "hyper_connection": {"taken": yes, "iterations": st.integers(1, 4)},
+        "fused_moe": {"limit": st.sampled_from([None, 2.0])},
     }
     return st.fixed_dictionaries(table[op])
 
@@ -232,6 +280,7 @@ def operands(case: Case) -> Operands:
         "lengths": (-1, sizes["t"] + 4),
         "offset": (-3, 12),
         "table": (-1, sizes["n"]),
+        "chosen": (-1, 3),
     }
     made = {}
     for name, axes in axes_of(case.op, case.how).items():
@@ -245,7 +294,7 @@ def operands(case: Case) -> Operands:
             made[name] = rng.standard_normal(shape).astype(np.float32)
             if kind in ("lse", "sink"):
                 made[name][rng.random(shape) < 0.1] = -np.inf
-            elif case.dtype != "float32":
+            elif case.dtype != "float32" and kind not in FP32:
                 made[name] = made[name].astype(case.dtype)
     return made
 
@@ -380,14 +429,14 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto", "Explicit"])] * 2))
     symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bstc"]))
     set_mesh = bool(kinds) and draw(st.booleans())
-    gradient = op not in ("dsv4_decode", "lightning_indexer") and draw(st.booleans())
+    gradient = op not in ("dsv4_decode", "lightning_indexer", "fused_moe") and draw(st.booleans())
     # outside of jit, JAX's own code that makes numbers wants a set mesh: in `loss` and around `jax.lax.scan`
     needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh and gradient)
     even = st.sampled_from([2, 4])
     sizes = {a: draw(even) for a in "bs"} if kinds else {a: draw(st.integers(1, 5)) for a in "bs"}
     sizes |= {"k": draw(st.sampled_from([1, 2])), "d": draw(st.sampled_from([4, 8])), "t": draw(st.integers(7, 9))}
     sizes |= {"h": draw(st.sampled_from([2, 4])), "c": draw(st.integers(1, 5)), "x": draw(st.integers(1, 4))}
-    sizes |= {"p": 3, "n": draw(st.integers(3, 7)), "e": 3}
+    sizes |= {"p": 3, "n": draw(st.integers(3, 7)), "e": 3, **OF_A_MODEL}
     names = list(axes_of(op, how))
     transforms = []
     for kind in draw(st.lists(st.sampled_from(["checkpoint", "vmap", "scan"]), max_size=2)):
@@ -427,7 +476,7 @@ def quick_to_compile():
     jax.clear_caches()
 
 
-SIZES = {"b": 2, "s": 4, "t": 9, "h": 4, "k": 2, "d": 4, "c": 3, "x": 3, "p": 3, "n": 5, "e": 3}
+SIZES = {"b": 2, "s": 4, "t": 9, "h": 4, "k": 2, "d": 4, "c": 3, "x": 3, "p": 3, "n": 5, "e": 3, **OF_A_MODEL}
 BATCH_HEADS = (("b", "data"), ("h", "model"), ("k", "model"))
 KEPT = [
     Case(
@@ -499,6 +548,19 @@ KEPT = [
         set_mesh=True,
         seed=28055,
     ),
+    Case(
+        "hyper_connection",
+        SIZES,
+        {"taken": True, "iterations": 3},
+        ("vmap x fn",),
+        gradient=True,
+        kinds=("Explicit", "Auto"),
+        layout=(("b", "data"), ("s", "model")),
+        set_mesh=True,
+        x64=True,
+    ),
+    Case("fused_moe", SIZES, {"limit": 2.0}, symbolic="bs"),  # the length of an axis that is a symbol
+    Case("fused_moe", SIZES, {"limit": 2.0}, ("scan x",), x64=True, seed=1),  # scales were float64
 ]
 
 

@@ -100,6 +100,30 @@ def test_errors_of_templates(template, message, tmp_path):
         chat.template(str(tmp_path))([{"x": "tools"}])
 
 
+def test_an_error_of_a_template_is_short(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception(messages[0].content * 1000) }}")
+    with pytest.raises(ValueError, match=r"^messages: the chat template cannot take them: xx.*…$") as found:
+        chat.template(str(tmp_path))([{"content": "x"}])
+    assert len(str(found.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"chat_template": 5}, "chat_template: got 5, wanted a text"),
+        ({"chat_template": ["x"]}, r"chat_template: got \['x'\], wanted a text"),
+        ({"chat_template": [{"name": "default"}]}, "chat_template: got {'name': 'default'}, wanted a text"),
+        ({"chat_template": "x", "bos_token": 5}, "bos_token: got 5, wanted a text"),
+        ({"chat_template": "x", "eos_token": {"lstrip": True}}, "eos_token: got {'lstrip': True}, wanted a text"),
+    ],
+    ids=str,
+)
+def test_entries_of_another_form(config, message, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, **config}))
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
+        chat.template(str(tmp_path))
+
+
 def test_what_is_no_template(tmp_path):
     assert chat.template(None) is chat.template(str(tmp_path)) is None
     (tmp_path / "chat_template.jinja").write_text("{% for %}")

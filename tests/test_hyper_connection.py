@@ -6,35 +6,54 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
-from interpreter.kernels.hyper_connection import EPS, HC_EPS, ITERATIONS, NUMBERS, RESULTS, Problem, judge
 from jax_dsv4_fmha import EXPORT_CHECKS, explain, hyper_connection
+from jax_dsv4_fmha._testing import hyper_connection as cases
+from jax_dsv4_fmha._testing.cases import MODEL
+from jax_dsv4_fmha._testing.hyper_connection import (
+    EPS,
+    HC_EPS,
+    ITERATIONS,
+    HyperConnectionCase,
+    Problem,
+    complaints,
+    operands,
+    results,
+)
 from kernels.abi import HyperConnection
 from kernels.variants import VARIANTS
+from tests.helpers import collectives
+from tests.transformed import KINDS
 
 HOW = {"iterations": ITERATIONS, "eps": EPS, "hc_eps": HC_EPS}
 HIDDEN = [v.hidden for v in VARIANTS if isinstance(v, HyperConnection)]
-
-
-def operands(x, b=1):
-    """Operands, and `taken`, with the tokens as b sequences."""
-    given = (jnp.asarray(a).reshape(b, -1, *a.shape[1:]) for a in (x.x, x.y, x.post, x.mix))
-    taken = jnp.asarray(x.taken)[None].reshape(b, -1, x.taken.shape[1]) if x.taken.shape[1] else None
-    return (*given, jnp.asarray(x.fn).reshape(NUMBERS, -1), *map(jnp.asarray, (x.scale, x.base, x.norm))), taken
-
-
-def made(found):
-    """Results as `judge` wants them."""
-    return {name: np.asarray(a).reshape(-1, *a.shape[2:]) for name, a in zip(RESULTS, found, strict=True)}
+CASES = [case for case in MODEL if isinstance(case, HyperConnectionCase)]
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
 def test_definition(is_taken):
     x = Problem.of(6, 32, is_taken)
     given, taken = operands(x, b=2)
-    judge(x, made(hyper_connection(*given, taken=taken, **HOW)))
+    assert complaints(x, results(hyper_connection(*given, taken=taken, **HOW))) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_check_s_cases(case):
+    assert case.complaints("reference") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [({"eps": 0.1}, "z: "), ({"iterations": 1}, "new_mix: "), ({"taken": None}, "z: "), ({"hc_eps": 0.0}, "new_mix: ")],
+    ids=str,
+)
+def test_check_finds_what_is_wrong(monkeypatch, fault, says):
+    right, taking = hyper_connection, next(case for case in CASES if case.features)
+    monkeypatch.setattr(cases, "hyper_connection", lambda *given, **how: right(*given, **how | fault))
+    assert any(complaint.startswith(says) for complaint in taking.complaints("reference"))
 
 
 def test_a_mix_is_doubly_stochastic():
@@ -51,6 +70,14 @@ def test_transformations():
     for got in (jax.jit(run)(*given), jax.tree.map(lambda a: a[1], over_two(run, given))):
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.skipif(not native.built(HyperConnection), reason="without kernels")
+def test_vmap_does_not_run_the_definition_in_a_kernel_s_place():
+    given, _ = operands(Problem.of(2, HIDDEN[0]))
+    run = functools.partial(hyper_connection, implementation="cubin")
+    with pytest.raises(NotImplementedError, match=r"implementation: got 'cubin' under jax\.vmap, wanted None"):
+        over_two(run, given)
 
 
 def over_two(run, given):
@@ -76,16 +103,36 @@ def test_gradient_is_that_of_the_definition():
     np.testing.assert_allclose((near[0] - near[1]) / 2, (of[0](*given)[4] * step).sum(), rtol=2e-2)
 
 
-def test_devices_share_out_tokens():
-    given, _ = operands(Problem.of(8, 16), b=4)
-    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_share_out_tokens(kind, is_taken):
+    given, taken = operands(Problem.of(8, HIDDEN[0], is_taken), b=4)
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(KINDS[kind],) * 2)
+
+    def run(*given, taken=None):
+        return hyper_connection(*given, taken=taken, **HOW)
+
+    by_tokens, whole = (NamedSharding(mesh, spec) for spec in (P("data", "context"), P()))
+    placed = [jax.device_put(a, by_tokens if i < 4 else whole) for i, a in enumerate(given)]
+    part = {"taken": jax.device_put(taken, by_tokens)} if is_taken else {}
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(a, P("data", "context")) for a in given[:4]]
-        run = jax.jit(functools.partial(hyper_connection, **HOW))
-        got = run(*placed, *given[4:])
-        assert "all-gather" not in run.lower(*placed, *given[4:]).compile().as_text()
-    for a, b in zip(got, hyper_connection(*given, **HOW), strict=True):
+        program = jax.jit(run).lower(*placed, **part).compile()
+        got = program(*placed, **part)
+    assert collectives(program) == {}
+    assert all(a.sharding.is_equivalent_to(by_tokens, a.ndim) for a in got)
+    for a, b in zip(got, run(*given, taken=taken), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.usefixtures("built")
+def test_parameters_over_devices_are_refused():
+    """Where types know of the sharding: each device needs fn whole."""
+    given, _ = operands(Problem.of(8, HIDDEN[0]), b=4)
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(KINDS["Explicit"],) * 2)
+    fn = jax.device_put(given[4], NamedSharding(mesh, P(None, "data")))
+    with pytest.raises(ValueError, match="fn: got streams sharded over data, wanted that axis whole"):
+        jax.jit(hyper_connection)(*given[:4], fn, *given[5:])
 
 
 @pytest.mark.skipif(not native.built(HyperConnection), reason="without kernels")
@@ -122,14 +169,14 @@ def test_errors():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("tokens", [1, 37, 300])
+@pytest.mark.parametrize("tokens", [1, 37, 300, 1111])  # the last: four tiles and more for a cluster
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_kernel(hidden, is_taken, tokens):
     x = Problem.of(tokens, hidden, is_taken)
     given, taken = operands(x)
     run = jax.jit(functools.partial(hyper_connection, implementation="cubin", **HOW))
-    judge(x, made(run(*given, taken=taken)))
+    assert complaints(x, results(run(*given, taken=taken))) == []
 
 
 @pytest.mark.gpu

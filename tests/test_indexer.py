@@ -294,6 +294,30 @@ def test_loss_over_all_visible(block, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_query_without_entries_reaches_no_gradient(bad):
+    x, (attention_q, kv, lse, sink), none = operands(), teacher(), (0, 1)
+    indices = named()
+    span = Span(0, jnp.where(jnp.arange(S_Q) == none[1], 0, 9)[None])
+
+    def gradients(*x, **which):
+        def f(q, k, weights, attention_q, lse):
+            given = q, k, weights, attention_q, kv, lse
+            scores = indexer_scores(q, k, weights, indices) if "indices" in which else 0
+            return jnp.where(jnp.isfinite(scores), scores, 0).sum() + indexer_loss(*given, sink=sink, **which).sum()
+
+        return jax.grad(f, (0, 1, 2))(*x)
+
+    for which in {"indices": indices}, {"span": span}:
+        rows = none if "indices" in which else (slice(None), none[1])
+        want = gradients(*x, attention_q, lse, **which)
+        spoilt = [a.at[rows].set(bad) for a in (x[0], x[2], attention_q, lse)]
+        got = gradients(spoilt[0], x[1], *spoilt[1:], **which)
+        np.testing.assert_array_equal(got[1], want[1])
+        for a, b in zip(got[::2], want[::2], strict=True):
+            np.testing.assert_array_equal(a.at[rows].set(0), b.at[rows].set(0))
+
+
 # Errors
 
 

@@ -179,6 +179,10 @@ def test_config_with_entries_of_other_parts_of_a_model():
         ({"rope_parameters": {"main": {"rope_type": "yarn", "factor": 4}}}, "wanted no YaRN in layers with a window"),
         ({"rope_parameters": {"rope_theta": 500.0}}, r"rope_theta: got 10000, wanted .*500\.0.* of rope_parameters"),
         ({"model_type": "llama"}, "model_type: got llama, wanted deepseek_v4 or deepseek_v41, whose attention this is"),
+        ({"model_type": "deepseek_v42"}, "model_type: got deepseek_v42, wanted deepseek_v4 or deepseek_v41"),
+        ({"num_hidden_layers": 20}, "compress_ratios: got 44, wanted 20, one for each layer, or 0 in those for drafts"),
+        ({"compress_ratios": [0, 4] * 22}, "compress_ratios: got 44, wanted 43, one for each layer"),
+        ({3: 4, None: 1}, "3, None: got 4, 1, wanted no entries that are not known"),
         ({"o_groups": 3}, "o_groups: got 3, wanted a divisor of the 64 heads"),
         ({"qk_rope_head_dim": 7}, "dims: got 7, wanted an even int"),
     ],
@@ -186,3 +190,29 @@ def test_config_with_entries_of_other_parts_of_a_model():
 def test_config_errors(changes, error):
     with pytest.raises(ValueError, match=error):
         from_config(published("flash") | changes)
+
+
+@pytest.mark.parametrize("nothing", [[], False, 0, ""])
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters", "text_config"])
+def test_what_is_no_mapping_is_not_taken_for_null(name, nothing):
+    with pytest.raises(TypeError, match=f"{name}: got .*, wanted a mapping"):
+        from_config(published("flash") | {name: nothing})
+
+
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        ({"kv_source_layer_ids": [2, 8, 14, 20, 40]}, "kv_source_layer_ids: got 40, wanted layers of the 40 whose"),
+        ({"kv_source_layer_ids": [2, 8, 8, 14, 20]}, "kv_source_layer_ids: got 8, wanted .*, each once"),
+        ({"kv_source_layer_ids": [0, 2, 8, 14, 20]}, "kv_source_layer_ids: got 0, wanted layers .* ratio is not 0"),
+        ({"kv_source_layer_ids": []}, "kv_source_layer_ids: got none, wanted one of ratio 2 at layer 2 or before it"),
+        ({"kv_source_layer_ids": [2, 8, 14]}, "kv_source_layer_ids: got 2, 8, 14, wanted one of ratio 1 at layer 20"),
+        ({"index_source_layer_ids": [8, 14, 20]}, "index_source_layer_ids: got 8, 14, 20, wanted one of ratio 2 at"),
+        ({"index_source_layer_ids": [2, 20, 99]}, "index_source_layer_ids: got 99, wanted layers of the 40"),
+        ({"compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0, 1, 0]}, "compress_ratios: got 43, wanted 40"),
+    ],
+)
+def test_lists_of_layers_in_v41(changes, error):
+    """A source that is no layer was ignored, and a layer without one was an error of its first call."""
+    with pytest.raises(ValueError, match=error):
+        from_config({"text_config": published("v4.1")["text_config"] | changes})

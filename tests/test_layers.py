@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
-from jax_dsv4_fmha.layers import Compressor, Shared, from_config, from_state_dict
+from jax_dsv4_fmha.layers import Compressor, Shared, from_config, from_state_dict, to_state_dict
 from tests import layers_float64
 from tests.helpers import collectives
 from tests.test_config import MODES as MODES_OF_JAX
@@ -225,6 +225,28 @@ def test_pages_come_go_and_are_shared(name):
     for n in range(8):
         token([33 + n, 0, 21 + n])
     assert {int(table.max()) for cache in caches if cache.compressed for table in [cache.compressed.block_table]} == {4}
+
+
+def test_a_chunk_of_some_sequences():
+    """Two of three sequences are read alone, beside a row that is none: caches are as if all had been there."""
+    layers, _ = model("v4")
+    table, x, at = np.arange(9, dtype=np.int32).reshape(3, 3), hidden(3, 16), jnp.array([2, 0, 3])
+    caches = [layer.cache(3, 48, jnp.float32, block_table=table, page_tokens=16, pages=9) for layer in layers]
+    caches = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x + 0.5, caches)
+
+    def call(layer, p, x, shared, cache, lengths):
+        return layer(p, x, cache, shared, start=jnp.zeros(3, jnp.int32), lengths=lengths)
+
+    def alone(x, caches):
+        y, taken = stack("v4", call)(x[at], [cache.take(at) for cache in caches], lengths=jnp.array([9, 16, 0]))
+        return y, [cache.put(at, of_some) for cache, of_some in zip(caches, taken, strict=True)]
+
+    (y, got), (want_y, want) = (
+        jax.jit(alone)(x, caches),
+        jax.jit(stack("v4", call))(x, caches, lengths=jnp.array([16, 0, 9])),
+    )
+    np.testing.assert_allclose(y[0, :9], want_y[2, :9], rtol=2e-5, atol=2e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -450,6 +472,23 @@ def test_state_dict_of_deepseek(name):
     for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
         got = from_state_dict(layer, tensors, f"layers.{i}.attn.", jnp.float32)
         jax.tree.map(np.testing.assert_array_equal, got, p)
+        back, want = to_state_dict(layer, layer.joined(p), "a."), checkpoint(layer, p, "a.")
+        jax.tree.map(np.testing.assert_array_equal, dict(sorted(back.items())), dict(sorted(want.items())))
+
+
+def test_state_dict_of_hugging_face():
+    for layer, p in zip(*model("v4"), strict=True):
+        tensors = to_state_dict(layer, p, "b.", hugging_face=True)
+        assert "b.q_a_proj.weight" in tensors and "b.wq_a.weight" not in tensors
+        jax.tree.map(np.testing.assert_array_equal, from_state_dict(layer, tensors, "b.", jnp.float32), p)
+    layers, params = model("v4.1")
+    with pytest.raises(ValueError, match=r"to_state_dict: params: got indexer\.k_norm, wanted a parameter that"):
+        for layer, p in zip(layers, params, strict=True):
+            to_state_dict(layer, p, hugging_face=True)
+    with pytest.raises(TypeError, match="to_state_dict: layer"):
+        to_state_dict(None, params[0])
+    with pytest.raises(ValueError, match="params"):
+        to_state_dict(layers[0], {})
 
 
 def test_dtypes_of_random_parameters():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreter.kernels import cases, command
+from interpreter.kernels import cases, command, native
 from interpreter.kernels.launch import Kernel, launch
 from interpreter.kernels.orders import keys
 from interpreter.machine.handwritten import Handwritten, wait
@@ -222,6 +222,7 @@ def test_the_page_has_every_kernel() -> None:
 
 @pytest.mark.parametrize("name", ["mha_fwd_sm_90a_d128_bfloat16", "mha_fwd_sm_100f_d128_bfloat16"])
 def test_a_kernel_ends_in_every_order(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    native.library()  # without it there is nothing to run
     assert command.main([name, "--orders"]) == 0
     assert "every order does the same and ends" in capsys.readouterr().out
 

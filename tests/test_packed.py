@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, dequantize_cache, quantize_cache
 from jax_dsv4_fmha._definitions import e4m3
@@ -230,3 +232,18 @@ def test_no_gradient_through_bytes():
             jax.grad(lambda x: read(x).astype(jnp.float32).sum())(x)  # noqa: B023
         stopped = jax.grad(lambda x: (x * read(jax.lax.stop_gradient(x))).astype(jnp.float32).sum())(x)  # noqa: B023
         np.testing.assert_array_equal(stopped, read(x))
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_entries_on_an_explicit_mesh(layout):
+    """However they are sharded, and outside of jit too, without jax.set_mesh."""
+    entries = normal(3, 2, 4, LAYOUTS[layout].d)
+    positions, empty = jnp.array([[0, 1, 2, 9]] * 2), Cache.zeros(2, 16, LAYOUTS[layout].d, layout=layout)
+    pages, kept = quantize_cache(entries, layout), empty.append(entries, positions)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    for spec in P("x"), P(None, "x"), P(None, None, "x"):
+        made = quantize_cache(jax.device_put(entries, NamedSharding(mesh, spec)), layout)
+        np.testing.assert_array_equal(made, pages)
+        np.testing.assert_array_equal(dequantize_cache(made, layout), dequantize_cache(pages, layout))
+    cache = empty.append(jax.device_put(entries, NamedSharding(mesh, P("x"))), positions)
+    np.testing.assert_array_equal(cache.entries, kept.entries)

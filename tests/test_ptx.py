@@ -267,3 +267,10 @@ def test_a_part_of_a_name_may_name_many(capsys):
     with pytest.raises(SystemExit):
         command.main(["d512"])
     assert re.search(r"'d512' names \d+ kernels; there are\n  \w+_d512_", capsys.readouterr().err)
+
+
+def test_without_the_native_library_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(native.host_library, "native", lambda: None)
+    with pytest.raises(SystemExit):
+        command.main(["mha_fwd_sm_90a_d64_bfloat16"])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("is not built here: `make test` builds it")

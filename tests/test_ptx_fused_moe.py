@@ -15,6 +15,7 @@ from interpreter.kernels.fused_moe import (
     listed,
     of_large_scales,
     product,
+    sizes_of,
     sort,
     typical,
 )
@@ -91,7 +92,7 @@ def test_sort(rows, tile):
 
 
 def test_the_launch_refuses():
-    sizes = Problem.of([1]).sizes
+    sizes = sizes_of(Problem.of([1]))
     changes = (
         ({"k": 320}, "a multiple of 256"),
         ({"experts": 2000}, "groups is 2000"),

@@ -365,3 +365,42 @@ def test_tensor_maps_refuse_unknown_bits():
     ):
         with pytest.raises(Misuse, match=says):
             TensorMap.decode(encoded(**given))
+
+
+# ---- products of a warp
+
+
+def of_warp(instruction, a, b, c):
+    """[16, 8]: the sums of a product whose operands are given by lanes' registers, [registers, 32]."""
+    given = np.concatenate([a, b, c]).view(np.uint32)
+    names = [f"%r{10 + i}" for i in range(len(given))]
+    loads = "".join(f"  ld.global.b32 {name}, [%rd3+{128 * i}];\n" for i, name in enumerate(names))
+    parts = [names[:4], names[4:6], names[6:]]
+    text = ", ".join("{" + ", ".join(part) + "}" for part in [[f"%r{30 + i}" for i in range(4)], *parts])
+    stores = "".join(f"  st.global.b32 [%rd5+{128 * i}], %r{30 + i};\n" for i in range(4))
+    made = Handwritten(f"{loads}  {instruction} {text};\n{stores}", given, outputs=4).interpret().view(np.float32)
+    lanes, sums = np.arange(32), np.zeros((16, 8), np.float32)
+    for i in range(4):
+        sums[lanes // 4 + i // 2 * 8, lanes % 4 * 2 + i % 2] = made[i]
+    return sums
+
+
+def test_a_product_of_a_warp_in_tf32():
+    """The lower 13 bits of a number do not count; a float32 number less its upper bits makes up for them."""
+    a, b, c = (RNG.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8), (16, 8)))
+    lanes = np.arange(32)
+    row, column = lanes // 4, lanes % 4
+    upper = (a.view(np.uint32) & 0xFFFFE000).view(np.float32)
+    instruction = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+    b = (b.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    of_b = np.stack([b[column, row], b[column + 4, row]])
+    of_c = np.stack([c[row + i // 2 * 8, column * 2 + i % 2] for i in range(4)])
+
+    def of_a(x):
+        return np.stack([x[row + i % 2 * 8, column + i // 2 * 4] for i in range(4)])
+
+    exact = a.astype(np.float64) @ b + c
+    np.testing.assert_allclose(of_warp(instruction, of_a(a), of_b, of_c), upper.astype(np.float64) @ b + c, atol=1e-6)
+    assert np.abs(of_warp(instruction, of_a(a), of_b, of_c) - exact).max() > 1e-4
+    lower = of_warp(instruction, of_a(a - upper), of_b, of_c * 0)
+    np.testing.assert_allclose(of_warp(instruction, of_a(a), of_b, of_c) + lower, exact, atol=2e-6)

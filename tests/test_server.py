@@ -35,7 +35,7 @@ def assert_empty(serving):
     spare = serving.pages.needed(len(serving.beginning))
     assert len(serving.pages.free) == len(serving.pages.owners) - spare == len(set(serving.pages.free))
     assert serving.pages.owners.sum() == serving.pages.counts.sum() == spare
-    assert not any(serving.places) and not any(serving.lookups) and not serving.count.any() and not serving.cached.any()
+    assert not any(serving.places) and not serving.count.any() and not serving.read.any()
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,23 @@ def test_ten_thousand_requests(speculate, beginning):
     assert sizes[9] < sizes[8] + 20_000, sizes  # twenty bytes for each request
 
 
+def calls_of(steps, work):
+    """Counts the calls of functions in so many steps."""
+    calls = 0
+
+    def count(frame, event, what):
+        nonlocal calls
+        calls += event.endswith("call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(steps):
+            work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 @pytest.mark.parametrize("speculate", [0, 2])
 def test_a_step_is_as_long_whatever_contexts_are(speculate):
     """After 60 000 tokens the host calls as many functions in a step as after 600, and makes arrays as large."""
@@ -88,18 +105,7 @@ def test_a_step_is_as_long_whatever_contexts_are(speculate):
             serving.submit(request)
         while any(len(request.said) < 10 for request in requests):
             serving.work()
-        calls = 0
-
-        def count(frame, event, what):
-            nonlocal calls
-            calls += event.endswith("call")
-
-        sys.setprofile(count)
-        try:
-            for _ in range(10):
-                serving.work()
-        finally:
-            sys.setprofile(None)
+        calls = calls_of(10, serving.work)
         tracemalloc.start()
         serving.work()
         before, _ = tracemalloc.get_traced_memory()
@@ -111,6 +117,21 @@ def test_a_step_is_as_long_whatever_contexts_are(speculate):
 
     (few, small), (many, large) = work(600), work(60_000)
     assert many < 1.2 * few and large < small + 30_000, (few, many, small, large)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_a_place_costs_few_calls(speculate):
+    """Its token is handed out by a few functions, drafts or not; all else is done for all places at once."""
+
+    def work(places):
+        serving = server(places=places, room=128, chunk=32, speculate=speculate)
+        for i in range(places):
+            serving.submit(Request(counting(i, 20), 60))
+        for _ in range(4):
+            serving.work()
+        return calls_of(10, serving.work)
+
+    assert (work(40) - work(8)) / (32 * 10) < 8
 
 
 @pytest.mark.parametrize("speculate", [0, 3])
@@ -126,26 +147,38 @@ def test_nobody_drafts_another_s_text(speculate):
 
 
 def test_lookup():
-    """Drafts are what came after the same three tokens, or two, the last time; the table does not grow."""
+    """Drafts are what came after the same three tokens, or two, the last time, in that place; tables do not grow."""
 
     def found(tokens, count):
-        lookup = Lookup()
-        lookup.extend(tokens)
-        return lookup.drafts(count).tolist()
+        lookup = Lookup(3, 60)
+        for place, others in ((0, tokens[::-1]), (2, [1, 2, 3])):
+            lookup.read(place, np.array(others, np.int32))
+        lookup.read(1, np.full(40, 5, np.int32))
+        lookup.clear(1)
+        lookup.read(1, np.array(tokens[: len(tokens) // 2], np.int32))
+        for token in tokens[len(tokens) // 2 :]:
+            lookup.add(np.array([1]), np.array([[token, 99]]), np.array([1]))
+        drafts, counts = lookup.drafts(np.array([1]), count)
+        return drafts[0, : counts[0]].tolist()
 
     assert found([1, 2, 3, 4, 9, 1, 2, 3], 3) == [4, 9, 1]
     assert found([7, 2, 3, 4, 9, 1, 2, 3], 2) == [4, 9]
     assert found([1, 2, 8, 1, 2, 7, 1, 2], 1) == [7]
     assert found([5, 6, 7], 4) == found([5], 4) == found([], 4) == found([1, 2, 3, 1, 2, 3, 1], 0) == []
-    lookup, tokens = Lookup(), np.random.default_rng(0).integers(0, 50, 3 * SLOTS).tolist()
-    followers, found = {}, 0
-    for at, token in enumerate(tokens):
-        if at % 50 == 0 and (drafts := lookup.drafts(1)):
-            assert drafts[0] in followers[tuple(tokens[at - 2 : at])]
-            found += 1
-        followers.setdefault(tuple(tokens[max(at - 2, 0) : at]), set()).add(token)
-        lookup.extend([token])
-    assert found > 500 and len(lookup.after_two) == len(lookup.after_three) == SLOTS
+    lines = np.random.default_rng(0).integers(0, 50, (2, 3 * SLOTS), np.int32)
+    lookup, both, found = Lookup(2, lines.shape[1]), np.arange(2), 0
+    size = lookup.after.nbytes
+    followers = [{}, {}]
+    for at in range(0, lines.shape[1], 3):
+        drafts, counts = lookup.drafts(both, 1)
+        for line, seen, (draft,), count in zip(lines, followers, drafts, counts, strict=True):
+            if count:
+                assert draft in seen[tuple(line[at - 2 : at])]
+                found += 1
+            for n in range(max(at, 2), at + 3):
+                seen.setdefault(tuple(line[n - 2 : n]), set()).add(line[n])
+        lookup.add(both, lines[:, at : at + 3], np.full(2, 3))
+    assert found > 500 and lookup.after.nbytes == size
 
 
 def test_an_exception_is_its_request_s_own():
@@ -269,6 +302,51 @@ def test_any_of_several_ends():
     assert len(neither.said) == 9
 
 
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_a_call_begins_before_the_last_one_is_heard(speculate):
+    """Always, except where drafts are looked up; and the host waits once for each."""
+    serving, log = server(places=3, room=256, speculate=speculate), []
+    run = serving._run
+
+    class Found:
+        def __init__(self, found):
+            self.found = found
+
+        def __array__(self, *how):
+            log.append("heard")
+            return np.asarray(self.found)
+
+    def logged(*call):
+        log.append("begun")
+        return Found(run(*call))
+
+    serving._run = logged
+    done(serving, *(Request(counting(i, 5), 20) for i in range(3)))
+    calls = log.count("begun")
+    assert log == (["begun", "heard"] * calls if speculate else ["begun", *["begun", "heard"] * (calls - 1), "heard"])
+    assert calls == 20 or speculate
+
+
+def test_what_is_said_after_the_end_is_dropped():
+    """A token that ends a request is heard when the next step has begun: nobody hears what that one says."""
+    serving, heard = server(places=1), []
+    first, second = (Request(counting(i, 3), 9, end=5, heard=lambda t, i=i: heard.append((i, t))) for i in (2, 40))
+    assert done(serving, first, second) == [first, second]
+    assert heard == [(2, 5), *((40, t) for t in range(43, 52))]
+    assert serving.steps == 9 - 1
+    assert_empty(serving)
+
+
+def test_a_chunk_reads_those_that_came_first():
+    """With one reader a prompt of five chunks is read whole before the next, and is not read among idle places."""
+    serving, said = server(places=3, readers=1), []
+    rows = []
+    run = serving._run
+    serving._run = lambda is_step, call: rows.append((is_step, len(call.tokens))) or run(is_step, call)
+    done(serving, *(Request(counting(i, 40), 1, heard=lambda _, i=i: said.append(i)) for i in range(3)))
+    assert said == [0, 1, 2] and rows == [(False, 1)] * 15
+
+
 def test_who_says_does_not_wait_until_others_have_read():
     """A prompt of 20 chunks: between them others say a token each."""
     serving = server(room=256)
@@ -365,7 +443,7 @@ def test_pages():
         assert (pages.room == 8 * pages.counts).all()
     start = np.array([0, 7, 8, 60, 63, 20])
     for n in (1, 2, 9, 17):
-        found = pages.holding(start, n)
+        found = pages.holding(np.arange(6), start, n)
         for i, at in enumerate(start):
             for t in range(at, at + n):
                 want = pages.table[i, t // 8] if t // 8 < 8 else -1
@@ -382,7 +460,8 @@ def test_nothing_is_compiled_after_compile(beginning):
     ]  # fmt: skip
     assert sum(bool(re.fullmatch(r"compiled it in \d+\.\d s", line)) for line in said) == 2
     assert ("reading the 16 tokens with which all requests begin" in said) == bool(beginning)
-    count, programs = len(said), (serving._read, serving._say, *[serving._begin] * bool(beginning))
+    made, count = serving.programs, len(said)
+    programs = (made.read, made.say, *[made.begin] * bool(beginning))
     assert [f._cache_size() for f in programs] == [1] * len(programs)
     done(serving, *(Request(counting(0, 21 + i), 9) for i in range(9)))
     assert [f._cache_size() for f in programs] == [1] * len(programs) and len(said) == count

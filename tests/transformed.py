@@ -66,6 +66,14 @@ def _sparse(i, q, kv, indices, length, sink):
     return sparse_fmha(q, kv, shortened(indices, length), sink=sink, implementation=i)
 
 
+def _fmha_part(i, q, k, start, stop, sink):
+    return fmha(q, k, d_v=k.shape[3] * 3 // 4, span=Span(start, stop), sink=sink, implementation=i)
+
+
+def _sparse_part(i, q, kv, indices, length, sink):
+    return sparse_fmha(q, kv, shortened(indices, length), d_v=kv.shape[-1] * 3 // 4, sink=sink, implementation=i)
+
+
 def shortened(indices, length):
     """These indices, of which a row has so many, and then -1."""
     return jnp.where(jnp.arange(indices.shape[2])[None, None] < length[..., None], indices, -1)
@@ -97,6 +105,8 @@ OPS = {
     "gqa": Case(_fmha, {**Q, "k": "btkd", **SPAN, **SINK, "v": "btkd"}, h_kv=4),
     "few_kv_heads": Case(_fmha, {**Q, "k": "btkd", **SPAN, **SINK, "v": "btkd"}, h_kv=2),
     "sparse": Case(_sparse, {**Q, "kv": "btd", **ROWS, **SINK}),
+    "latent_part": Case(_fmha_part, {**Q, "k": "btkd", **SPAN, **SINK}),
+    "sparse_part": Case(_sparse_part, {**Q, "kv": "btd", **ROWS, **SINK}),
     "window": Case(_layer, {**Q, "window": "btd", **SINK}),
     "two_pass": Case(_two_passes, {**Q, "window": "btd", "kv": "btd", **SINK}),
     "fused_dense": Case(_layer, {**Q, "window": "btd", "kv": "btd", **SINK}),

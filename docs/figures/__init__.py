@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from inspect import isfunction
 from types import ModuleType
 
-from . import attention, gradients, interpreter, layers, ops, options, pages, peers, ran
+from . import attention, gradients, interpreter, layers, ops, options, pages, peers, ran, training
 
-MODULES = (attention, gradients, layers, interpreter, peers, options, ops, pages, ran)
+MODULES = (attention, gradients, layers, interpreter, peers, options, ops, pages, ran, training)
 
 
 def found(module: ModuleType) -> Iterator[tuple[str, Callable[[], str]]]:

@@ -45,7 +45,7 @@ def decode() -> str:
         if found := STEP.match(row["name"]):
             topk, b, heads, cache = found.groups()
             kinds.setdefault((heads, topk, CACHES[cache]), {})[int(b)] = micro(ours(row))
-        else:
+        elif not row["name"].endswith("products"):  # those are prompts
             beside = next((peer for peer in ("contiguous", "graph") if peer in row["times"]), "")
             others.append([row["name"], micro(ours(row)), rate(row), share(row), of_peer(row, beside)])
     batches = sorted({b for times in kinds.values() for b in times})

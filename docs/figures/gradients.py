@@ -6,7 +6,6 @@ from typing import Any
 from .records import (
     GRAD,
     NOTED,
-    SAME_BITS,
     SMS,
     bullets,
     launched,
@@ -28,17 +27,9 @@ def _both(row: dict[str, Any]) -> str:
     return f"{theirs['seconds'] / both['seconds']:.2f}" if theirs else "–"
 
 
-def _deterministic(name: str) -> str:
-    """How many times as long the gradient with the same bits on every run takes."""
-    if name in NOTED["deterministic"]["always"]:
-        return "the same"
-    default, same_bits = NOTED["deterministic"]["ms"].get(name) or pair_of(row_of(SAME_BITS, f"gradient of {name}"))
-    return f"{same_bits / default:.2f}"
-
-
-def pair_of(row: dict[str, Any]) -> tuple[float, float]:
-    """Of a row in which both took turns."""
-    return ours(row), seconds(row, "deterministic")
+def _deterministic(row: dict[str, Any]) -> str:
+    """How many times as long the gradient with the same bits on every run takes, where it has other kernels."""
+    return f"{seconds(row, 'deterministic') / ours(row):.2f}" if "deterministic" in row["times"] else "the same"
 
 
 def gradients(dims: tuple[int, ...], peer: str, beside: Callable[[dict[str, Any]], str]) -> str:
@@ -48,7 +39,7 @@ def gradients(dims: tuple[int, ...], peer: str, beside: Callable[[dict[str, Any]
         if row["case"]["d"] in dims:
             name = row["name"].removeprefix("gradient of ")
             both = micro(row["times"]["both"]["seconds"])
-            rows.append([name, micro(ours(row)), rate(row), share(row), both, beside(row), _deterministic(name)])
+            rows.append([name, micro(ours(row)), rate(row), share(row), both, beside(row), _deterministic(row)])
     header = f"gradient | µs | TFLOP/s | of the roofline | both passes, µs | {peer} | deterministic / default"
     return table(header, rows)
 

@@ -1,6 +1,5 @@
 """The indexer, and whole layers."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from .peers import beside
@@ -12,11 +11,12 @@ from .records import (
     LAYER,
     MODEL,
     NOTED,
+    ON_H100,
     PRODUCTS,
     PROFILES,
     PROMPTS,
+    STACKS,
     STEPS,
-    TODAY,
     bullets,
     launched,
     micro,
@@ -78,7 +78,7 @@ def indexer_bound() -> str:
 
 def layer() -> str:
     """A table of prompts and gradients, and one of steps: a row for each kind of layer, what each of its parts takes, and
-    the whole in a later run on another card.
+    the whole in a run on another card.
     """
     prompts = "layer, prompt of 4096 tokens, µs", suite(LAYER, "layer")
     steps = "layer, step after 16384 tokens, µs", [r for r in suite(STEPS, "layer") if r["name"].startswith("layer")]
@@ -90,16 +90,16 @@ PARTS = ("products", "attention", "indexer", "compressor", "append", "rope", "no
 
 def _by_parts(title: str, found: list[dict[str, Any]]) -> str:
     """Columns of the parts that some row has."""
-    later = {row["name"]: row for row in suite(TODAY, "layer")}
+    on_h100 = {row["name"]: row for row in suite(ON_H100, "layer")}
     parts = [part for part in PARTS if any(part in row["times"]["ours"]["parts"] for row in found)]
     rows = []
     for row in found:
-        times, again = row["times"]["ours"], later[row["name"]]
+        times, other = row["times"]["ours"], on_h100[row["name"]]
         rest = 1 - (times["parts"]["products"] + times["parts"]["attention"]) / sum(times["parts"].values())
         each = (micro(times["parts"][part]) if part in times["parts"] else "" for part in parts)
-        now = [micro(ours(again)), str(again["times"]["ours"]["launches"])]
-        rows.append([_kind(row["name"]), micro(ours(row)), str(times["launches"]), *each, percent(rest), *now])
-    return table(" | ".join([title, "all", "launches", *parts, "rest", f"{_card(TODAY)} now", "launches"]), rows)
+        there = [micro(ours(other)), str(other["times"]["ours"]["launches"])]
+        rows.append([_kind(row["name"]), micro(ours(row)), str(times["launches"]), *each, percent(rest), *there])
+    return table(" | ".join([title, "all", "launches", *parts, "rest", _card(ON_H100), "launches"]), rows)
 
 
 def _kind(name: str) -> str:
@@ -142,6 +142,8 @@ def experts() -> str:
     """A layer's experts, by how many tokens a call has."""
     rows = []
     for row in suite(EXPERTS, "experts"):
+        if row["case"]["op"] != "fused_moe":
+            continue
         least = max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
         products = row["times"]["ours"]["kernels"]["grouped_product_sm90_0"]
         tokens = f"{row['case']['tokens']}"
@@ -154,35 +156,15 @@ def experts() -> str:
     return wrapped(about) + "\n\n" + table(head, rows)
 
 
-def products_in_steps() -> str:
-    """What these kernels changed in a step, and the fewer launches after that: a row a change."""
-    first, fewer, shared = (PRODUCTS[name] for name in ("steps", "fewer_launches", "shared_memory"))
-    graphs = [
-        _of_kinds(x["in a graph, us a layer"] for x in first),
-        _of_kinds({name: row[name]["in a graph, us a layer"] for name in ("ours", "before")} for row in fewer),
-        _of_kinds(row["in a graph, us a layer"] for row in shared),
-    ]
-    alone = _of_kinds({name: row[name]["one by one, us"] for name in ("ours", "before")} for row in fewer)
-    launches = [[str(row["launches"]) for row in first[:3]], *_halves([str(row["ours"]["launches"]) for row in fewer])]
-    counts = [" / ".join(found) for found in launches]
-    rows = [
-        ["its products are kernels", counts[0], "–", *graphs[0], "–", "–"],
-        ["norms and index queries are parts of products", *counts[1:], *graphs[1], *alone],
-        ["all kernels ask for the same share of SMEM, and run beside one another", "–", "–", *graphs[2], "–", "–"],
-    ]
-    head = "a step since | launches | in FP8 | in a graph | in FP8 | kernels one by one | in FP8"
-    return table(head, rows)
-
-
-def _halves(found: list[str]) -> list[list[str]]:
-    """The kinds of layers in 16 bits, and in FP8."""
-    return [found[:3], found[3:]]
-
-
-def _of_kinds(times: Iterable[dict[str, float]]) -> list[str]:
-    """The share that is left of each kind of layer's time, in 16 bits and in FP8."""
-    shares = [f"{x['ours'] / x['before']:.2f}" for x in times]
-    return [" / ".join(half) for half in _halves(shares)]
+def hyper_connections() -> str:
+    """What is between two sublayers, by how many tokens a call has."""
+    rows = []
+    for row in suite(EXPERTS, "experts"):
+        if row["case"]["op"] == "hyper_connection":
+            least = row["bytes"] / row["copy_bytes_per_s"]
+            rows.append([f"{row['case']['tokens']}", f"{row['bytes'] / 1e6:.0f}", micro(least), micro(ours(row))])
+    about = f"4 streams of 4096 channels, on one {_card(EXPERTS)}:"
+    return about + "\n\n" + table("tokens | MB | least at C, µs | ours, µs", rows)
 
 
 def _card(record: dict[str, Any]) -> str:
@@ -192,22 +174,25 @@ def _card(record: dict[str, Any]) -> str:
 def layer_stack() -> str:
     """A step of all layers, in one program."""
     rows = []
-    for row in suite(STEPS, "layer"):
+    for row in suite(STACKS, "layer"):
         if not row["name"].startswith("layer"):
             kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
             launches = str(row["times"]["ours"]["launches"])
             rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
     return (
-        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _now()
+        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+        + "\n\n"
+        + _elsewhere()
     )
 
 
-def _now() -> str:
-    """The same by a later run, on another card."""
-    found = row_of(TODAY, "43 layers, step after 16384, b64")["times"]
+def _elsewhere() -> str:
+    """The same on another card, and when both were timed."""
+    found = row_of(ON_H100, "43 layers, step after 16384, b64")["times"]
     kernels, graph, at_once = (found[name]["seconds"] * 1e3 for name in ("ours", "graph", "at once"))
-    return wrapped(f"""Now, on an {_card(TODAY)}, whose memory is slower, the 43 layers have {found["ours"]["launches"]} launches and take {kernels:.2f} ms kernel
-    by kernel, {graph:.2f} in a graph, {at_once:.2f} with `STEP_OPTIONS`.""")
+    here, there = (record["date"][:10] for record in (STACKS, ON_H100))
+    return wrapped(f"""The table is an {_card(STACKS)}'s, of {here}. On an {_card(ON_H100)}, whose memory is slower, on {there}, the 43 layers
+    had {found["ours"]["launches"]} launches and took {kernels:.2f} ms kernel by kernel, {graph:.2f} in a graph, {at_once:.2f} with `STEP_OPTIONS`.""")
 
 
 def long_prompts() -> str:
@@ -259,8 +244,8 @@ def alone(stack: dict[str, Any]) -> float:
     end = ", FP8" if stack["name"].endswith("FP8") else ""
     if stack["case"]["ratio"] is not None:
         (kind,) = (kind for kind in KINDS if f" {kind}," in stack["name"])
-        return int(stack["name"].split()[0]) * ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}"))
-    found = (ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
+        return int(stack["name"].split()[0]) * ours(row_of(STACKS, f"layer {kind}, step after 16384, b64{end}"))
+    found = (ours(row_of(STACKS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
     return sum(n * x for n, x in zip((2, 21, 20), found, strict=True))
 
 

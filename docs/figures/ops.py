@@ -12,13 +12,15 @@ OPS = (  # what the reader has, and the call
     ("the same over caches: a step, drafts, or a chunk of a prompt", "`dsv4_decode` over `Cache`"),
     ("an indexer's queries and keys; I want the entries to attend to", "`lightning_indexer`"),
     ("a config.json and a checkpoint; I want a V4 layer", "`layers.from_config`, `layers.from_state_dict`"),
+    ("the same of DeepSeek-V3, V3.2, Kimi K2, GLM-5, GLM-5.3-Flash or Hy4", "`layers.LatentAttention.from_config`"),
     ("a flax module", "`layers.flax.attention_fn`; a whole layer: `layers.flax.NNX`"),
-    ("a model in Levanter, EasyDeL or AXLearn", "one line of `jax_dsv4_fmha.adapters`"),
+    ("a model in MaxText, Levanter, EasyDeL or AXLearn", "one line of `jax_dsv4_fmha.adapters`"),
     ("a call that is slow", "`explain`"),
 )
 
 MORE = (
     ("a latent that is both K and V, and no other keys", "`fmha(q, kv)`, without v"),
+    ("the same, and numbers for RoPE that are K alone", "`fmha` or `sparse_fmha` with `d_v`"),
     ("an indexer that chooses blocks first, as V4.1's", "`indexer_blocks`, then `lightning_indexer` with `blocks`"),
     ("an indexer to train", "`indexer_loss`, `indexer_scores`, `head_summed_probabilities`"),
     ("parts of attention, over keys that no two share", "`merge`"),

@@ -1,8 +1,11 @@
 """What options of a call cost: the page on options."""
 
 from collections.abc import Iterable
+from typing import Any
 
-from .records import DECODE, NOTED, SAME_BITS, STEP, ours, seconds, suite, table, texts
+from .records import DECODE, FORWARD, GRAD, NOTED, STEP, micro, ours, seconds, table, texts
+
+E4M3 = " float8_e4m3fn products"
 
 
 def extent(ratios: Iterable[float]) -> str:
@@ -13,19 +16,22 @@ def extent(ratios: Iterable[float]) -> str:
 
 def options() -> str:
     """Promises, costs and needs, in times of the default."""
-    order, codes = NOTED["batch invariant"], NOTED["products of e4m3"]
-    selected = order["selected keys, 4096 queries"]
-    few, some, *many = order["steps"]["by sequences"].values()
-    of_e4m3 = extent(e4m3 / bf16 for e4m3, bf16 in codes["rows"].values())
-    rope = (
-        codes["64 heads, window and 512 of 65536, RoPE in bfloat16"]
-        / codes["rows"]["64 heads, window and 512 of 65536"][1]
+    order = NOTED["batch invariant"]["steps"]
+    prompts = [row for row in _rows(FORWARD, "batch_invariant") if row["case"]["d"] == 512]
+    selected = _ratios((row for row in prompts if row["case"].get("topk")), "batch_invariant")
+    spans = _ratios(
+        (row for row in prompts if not row["case"].get("topk") and row["case"]["h_q"] >= 64), "batch_invariant"
     )
-    rows = suite(SAME_BITS, "grad")
-    alone = extent(seconds(row, "deterministic") / ours(row) for row in rows)
-    both = extent(seconds(row, "both by deterministic") / seconds(row, "both") for row in rows)
-    dense = extent(same / default for default, same in NOTED["deterministic"]["ms"].values())
-    steps = {match.groups(): ours(row) for row in suite(DECODE, "decode") if (match := STEP.match(row["name"]))}
+    in_order = _rows(DECODE, "batch_invariant")
+    few, many = (_ratios((row for row in in_order if row["case"]["b"] == b), "batch_invariant") for b in (2, 64))
+    alone, dense = (
+        _ratios((row for row in _rows(GRAD, "deterministic") if (row["case"]["d"] == 512) == is_512), "deterministic")
+        for is_512 in (True, False)
+    )
+    both = extent(seconds(row, "both by deterministic") / seconds(row, "both") for row in _rows(GRAD, "deterministic"))
+    of_e4m3 = extent(ours(row) / seconds(row, "bfloat16") for row in _rows(FORWARD, "bfloat16"))
+    rope = extent(seconds(row, "bf16_rope") / seconds(row, "bfloat16") for row in _rows(FORWARD, "bf16_rope"))
+    steps = {match.groups(): ours(row) for row in _rows(DECODE, "ours") if (match := STEP.match(row["name"]))}
     packed = extent(time / steps[*key, None] for (*key, cache), time in steps.items() if cache == "fp8")
     return texts(
         "option | promises | a prompt | its gradient | a step | use it when | needs",
@@ -33,9 +39,9 @@ def options() -> str:
             [
                 "`batch_invariant=True`",
                 "the bits of a query's o and lse depend on its own operands alone",
-                f"{selected['least']:.2f} to {selected['most']:.2f} over chosen entries; over spans 1.00 with 64 or 128 heads, [else](#spans-with-few-heads) more",
+                f"{selected} over chosen entries; over spans {spans} with 64 or 128 heads, [else](#spans-with-few-heads) more",
                 "promises nothing",
-                f"2 sequences {extent(few)}, 8 {extent(some)}, 64 or more {extent(x for each in many for x in each)}",
+                f"2 sequences {few}, 64 {many}; 8 on an {order['device']} {extent(order['by sequences']['8'])}",
                 "training must see the log-probabilities of generation; an answer must not depend on the batch",
                 "Hopper; d 512 with V = K, or d 64 to 256 where queries see keys from the first on; no FP8 products",
             ],
@@ -43,7 +49,7 @@ def options() -> str:
                 "`deterministic=True`",
                 "gradients have the same bits in every run",
                 "the same bits anyway",
-                f"d 512: {alone}, with the forward pass {both}; d 64 and 128, causal: {dense} with the forward pass; d 256, and queries that see at most 512 keys: the same bits anyway",
+                f"d 512: {alone}; d 64 and 128, causal: {dense}; with the forward pass {both}; d 256, and queries that see at most 512 keys: the same bits anyway",
                 "no gradient",
                 "a run must be repeated exactly, or a fault is hunted",
                 "Hopper; on a GPU a gradient without a kernel may refuse",
@@ -60,7 +66,7 @@ def options() -> str:
             [
                 '`precision="float8_e4m3fn_bf16_rope"`',
                 "the same, with RoPE's 64 dimensions of scores in bfloat16",
-                f"{rope:.2f}, 64 heads, 65536 entries",
+                f"{rope} over chosen entries",
                 "an error",
                 "as above",
                 "RoPE's channels are large",
@@ -91,7 +97,22 @@ def batch_invariant_spans() -> str:
 
 
 def fp8_prompts() -> str:
-    """Products in e4m3 beside those in bfloat16."""
-    found = NOTED["products of e4m3"]
-    rows = [[name, f"{e4m3}", f"{bf16}", f"{bf16 / e4m3:.2f}"] for name, (e4m3, bf16) in found["rows"].items()]
-    return table("4096 queries, H200 | e4m3, µs | bfloat16, µs | bfloat16 / e4m3", rows)
+    """Products in e4m3 beside those in bfloat16, in turns."""
+    rows = []
+    for row in _rows(FORWARD, "bfloat16"):
+        times = [
+            ours(row),
+            *(seconds(row, name) if name in row["times"] else None for name in ("bf16_rope", "bfloat16")),
+        ]
+        ratio = f"{seconds(row, 'bfloat16') / ours(row):.2f}"
+        rows.append([row["name"].removesuffix(E4M3), *(micro(x) if x else "–" for x in times), ratio])
+    return table("H200 | e4m3, µs | RoPE in bfloat16, µs | bfloat16, µs | bfloat16 / e4m3", rows)
+
+
+def _rows(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Those in which a time took turns with the default's."""
+    return [row for row in record["rows"] if name in row["times"] and "seconds" in row["times"][name]]
+
+
+def _ratios(rows: Iterable[dict[str, Any]], name: str) -> str:
+    return extent(seconds(row, name) / ours(row) for row in rows)

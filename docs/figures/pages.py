@@ -15,12 +15,12 @@ from .records import (
     INDEXER,
     LAYER,
     NOTED,
+    ON_H100,
     PEERS,
     PROMPT,
     PROMPTS,
-    SAME_BITS,
+    STACKS,
     STEPS,
-    TODAY,
     WINDOW,
     bullets,
     micro,
@@ -53,11 +53,11 @@ def machine() -> str:
         "forward": FORWARD,
         "steps": DECODE,
         "gradients": GRAD,
-        "gradients with the same bits": SAME_BITS,
         "indexer": INDEXER,
         "layers": LAYER,
         "layers' steps": STEPS,
-        "layers and steps now": TODAY,
+        "steps of many layers": STACKS,
+        "layers and steps": ON_H100,
         "long prompts": PROMPTS,
     }
     days: dict[tuple[str, ...], list[tuple[str, float, float, int]]] = {}
@@ -94,7 +94,7 @@ def _milli(seconds: float) -> str:
 
 def _stack() -> tuple[str, dict[str, Any]]:
     """The card, and the row, of the newest step through the attention of all of V4-Flash's layers."""
-    record = max((STEPS, TODAY), key=lambda record: record["date"])
+    record = max((STACKS, ON_H100), key=lambda record: record["date"])
     return record["devices"][0]["name"].split()[1], row_of(record, "43 layers, step after 16384, b64")
 
 

@@ -15,17 +15,18 @@ from .records import (
     GRAD,
     INDEXER,
     LAYER,
+    ON_H100,
     PEERS,
     PRODUCTS,
     RAN,
     SAME_BITS,
+    STACKS,
     STEPS,
-    TODAY,
     bench_records,
     texts,
 )
 
-TIMED = (FORWARD, DECODE, GRAD, SAME_BITS, INDEXER, LAYER, PEERS, PRODUCTS, DEVICES, STEPS, TODAY, EXPERTS)
+TIMED = (FORWARD, DECODE, GRAD, SAME_BITS, INDEXER, LAYER, PEERS, PRODUCTS, DEVICES, STEPS, STACKS, ON_H100, EXPERTS)
 
 
 def ran() -> str:
@@ -90,10 +91,11 @@ def _digests(row: dict[str, Any]) -> dict[str, str]:
 
 def older(records: dict[str, Any]) -> Iterator[str]:
     """The rows of records whose kernels have changed since, as far as kernels are built here; nothing without them."""
-    built, archs = library.manifest()["variants"], {v.arch for v in library.variants()}
+    built = library.manifest()["variants"]
+    keys_built = {row["key"] for row in built}
     for name, record in records.items():
         for row in record["rows"]:
             arch = f"sm_{str(record['devices'][0]['compute_capability']).replace('.', '')}"
-            is_whole = any(x.startswith(arch) for x in archs)
+            is_whole = keys_built >= {v.key for v in library.SHIPPED if v.arch.startswith(arch)}
             if keys := changed(_digests(row), built, is_whole=is_whole):
                 yield f"docs/{name}.json: {row['name']}: timed older machine code of {', '.join(keys)}"

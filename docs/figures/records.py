@@ -29,7 +29,8 @@ INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_pe
 PROMPTS, MODEL, PRODUCTS, DEVICES = map(load, ("h200_prompt", "h200_model", "h100_products", "h100_devices"))
 
 
-STEPS, TODAY, WITNESSED, FORMS = map(load, ("h200_steps", "h100_layer", "witnesses", "blackwell_forms"))
+STEPS, STACKS, ON_H100, WITNESSED = map(load, ("h200_steps", "h200_stacks", "h100_layer", "witnesses"))
+FORMS = load("blackwell_forms")
 
 
 ORDERS, CLOCKS, EXPERTS, RAN = map(load, ("orders", "clocks", "h200_experts", "ran"))

@@ -37,10 +37,20 @@ NAMES = {
 """DeepSeek's names for Hugging Face's, outside of attention"""
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs in JSON; raises ValueError if a name has two values."""
+    found: dict[str, Any] = {}
+    for name, x in pairs:
+        if name in found and found[name] != x:
+            raise ValueError(f"{name} is there twice")
+        found[name] = x
+    return found
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object of a JSON file; raises ValueError, which names the file, if it has none."""
+    """The object of a JSON file; raises ValueError, which names the file, if it has none, or says something twice."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(Path(path).read_bytes(), object_pairs_hook=once)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: got no JSON, wanted an object: {e}") from None
     if not isinstance(found, dict):
@@ -86,14 +96,6 @@ def entries(path: Path) -> list[Entry]:
             raise ValueError(f"{path}: got {size} bytes{of_header}, wanted a whole file of safetensors")
         text = file.read(length)
     begin = 8 + length
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, x in pairs:
-            if name in found:
-                raise ValueError(f"{name} is there twice")
-            found[name] = x
-        return found
 
     try:
         header = json.loads(text, object_pairs_hook=once)
@@ -158,6 +160,8 @@ class Checkpoint(Mapping[str, np.ndarray]):
             raise ValueError(f"{index}: got no weight_map of tensors and files, wanted one")
         listed = {name: index.parent / file for name, file in found.items()}
         for name, path in listed.items():
+            if Path(found[name]).is_absolute() or ".." in path.relative_to(index.parent).parts:
+                raise ValueError(f"{index}: {name}: got the file {found[name]!r}, wanted one in this folder")
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: got no such file, wanted it: {index.name} says that {name} is there")
         return listed
@@ -242,16 +246,24 @@ class Checkpoint(Mapping[str, np.ndarray]):
         """
         x = self[name]
         if block is None:
-            return x[tuple(index)], None
+            part = x[tuple(index)]
+            return part if self.entries[name].dtype != "F8_E8M0" else self._usable(name, part), None
         per_byte = CODES[self.entries[name].dtype]
         rows, columns = (s.indices(n) for s, n in zip(index, (x.shape[0], x.shape[1] * per_byte), strict=True))
         step = math.gcd(block[1], *columns[:2])  # columns that have one scale, wherever the part begins and ends
-        scale = self[self.scale(name)]
-        if not np.isfinite(scale.astype(np.float32)).all():
-            raise ValueError(f"{self.entries[self.scale(name)]}: got NaN or inf among scales, wanted finite ones")
+        scale = self._usable(self.scale(name), self[self.scale(name)])
         scale = np.repeat(scale, block[0], 0)[rows[0] : rows[1]]
         scale = np.repeat(scale, block[1] // step, 1)[:, columns[0] // step : columns[1] // step]
         return x[rows[0] : rows[1], columns[0] // per_byte : columns[1] // per_byte], scale
+
+    def _usable(self, name: str, scales: np.ndarray) -> np.ndarray:
+        """Returns these scales, of the tensor of this name; raises ValueError if one is no number, or not above 0."""
+        numbers = scales.astype(np.float32)
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{self.entries[name]}: got NaN or inf among scales, wanted finite ones")
+        if numbers.size and numbers.min() <= 0:
+            raise ValueError(f"{self.entries[name]}: got {numbers.min():g} among scales, wanted numbers above 0")
+        return scales
 
 
 def kinds_of(dtype: Any) -> Sequence[str]:

@@ -27,16 +27,12 @@ def choices(model: Model, params: Any, tokens: jax.Array) -> dict[int, jax.Array
 
     @jax.jit
     def run(params: Any, tokens: jax.Array) -> list[jax.Array]:
-        found = []
-
         def attend(layer, p, x, _, shared):
-            out = layer(p, x, shared=shared)
-            found.append(out.indices)
-            return out
+            return layer(p, x, shared=shared)
 
         rows, _ = model.rows(params, tokens)
-        model.forward(params, tokens, rows, [None] * len(model.layers), attend)
-        return [i[0] for i in found if i is not None]
+        outputs = model.forward(params, tokens, rows, [None] * len(model.layers), attend).outputs
+        return [out.indices[0] for out in outputs if out.indices is not None]
 
     which = [i for i, layer in enumerate(model.layers) if layer.indexer]
     found = run(params, tokens[None])
@@ -45,7 +41,7 @@ def choices(model: Model, params: Any, tokens: jax.Array) -> dict[int, jax.Array
 
 def overlap(one: np.ndarray, other: np.ndarray, counts: np.ndarray) -> float:
     """Averages, over the rows that count, the share of a row's entries in `one` that the row has in `other`, too."""
-    chosen = np.zeros((2, len(one), max(one.max(), other.max()) + 2), bool)
+    chosen = np.zeros((2, len(one), max(one.max(initial=-1), other.max(initial=-1)) + 2), bool)
     for of, entries in zip(chosen, (one, other), strict=True):
         np.put_along_axis(of, entries, True, 1)  # -1, which is none, is the last column
     both = chosen[..., :-1].all(0).sum(1) / (one >= 0).sum(1).clip(1)

@@ -19,7 +19,9 @@ from examples.serving import checked_tokens, integer, option
 from examples.serving.request import short
 from jax_dsv4_fmha import Cache
 
+from . import stand_in
 from .checkpoint import read_json
+from .config import text_of
 from .drafts import DSpark
 from .model import Caches, Model
 from .weights import load
@@ -73,14 +75,24 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     for name, what in (("tensor", "every expert"), ("expert", "the experts")):
         made.add_argument(f"--{name}", type=at_least(1), default=1, help=f"devices that share out {what} (default: 1)")
+    option_compiled(made)
     return made
 
 
-def run(main: Callable[..., Any], **arguments: Any) -> None:
-    """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too."""
+def option_compiled(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compiled", help="a directory that keeps what is compiled for programs that are run again")
+
+
+def run(main: Callable[..., Any], compiled: str | None = None, **arguments: Any) -> None:
+    """Calls a program. What it raises of what it was given is said in a line; `python -X dev` says where, too.
+
+    compiled: the directory of JAX's persistent compilation cache.
+    """
+    if compiled is not None:
+        jax.config.update("jax_compilation_cache_dir", compiled)
     try:
         main(**arguments)
-    except (ValueError, NotImplementedError, OSError, MemoryError, jax.errors.JaxRuntimeError) as e:
+    except (ValueError, FloatingPointError, NotImplementedError, OSError, MemoryError, jax.errors.JaxRuntimeError) as e:
         of_memory = isinstance(e, MemoryError) or str(e).startswith("RESOURCE_EXHAUSTED")
         if sys.flags.dev_mode or (isinstance(e, jax.errors.JaxRuntimeError) and not of_memory):
             raise
@@ -114,16 +126,18 @@ def on_terminal(text: str) -> None:
 def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -> Model | DSpark:
     """The model of a directory's config.json, or of `random`; drafts: with its layers for drafts, if it has some."""
     config = read_json(Path(checkpoint) / "config.json") if checkpoint else config_of(random)
-    has_drafts = drafts and (config.get("text_config") or config).get("dspark_block_size")
+    has_drafts = drafts and text_of(config).get("dspark_block_size") is not None
     return (DSpark if has_drafts else Model).from_config(config)
 
 
 def parameters_of(
-    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False
+    model: Model | DSpark, checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, fused: bool = True
 ) -> dict[str, Any]:
-    """The parameters of a directory, as `load` makes them, or random ones."""
+    """The parameters of a directory, as `load` makes them, or random ones, packed where `stand_in` makes such."""
     if checkpoint:
-        return load(model, checkpoint, dtype, mesh, on_terminal, packed)
+        return load(model, checkpoint, dtype, mesh, on_terminal, packed, fused)
+    if packed and fused and stand_in.fits(model, mesh):
+        return stand_in.parameters(model, mesh, dtype)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
     return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
@@ -155,9 +169,15 @@ class Words:
           name: of the text, for errors.
 
         Raises:
-          ValueError: a word is no number, or a token is not in the model's vocabulary.
+          ValueError: a word is no number, a token is not in the model's vocabulary, or the text has a surrogate, as
+            Python makes one of a byte that is no character.
         """
         if self.tokenizer is not None:
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:  # the tokenizer's error is a TypeError that says nothing
+                got = f"{text[e.start]!r} as character number {e.start}"
+                raise ValueError(f"{name}: got {got}, wanted a text in UTF-8") from None
             found = self.tokenizer.encode(text, add_special_tokens=special).ids
         else:
             found = []
@@ -224,7 +244,7 @@ def ends(checkpoint: str | None) -> frozenset[int]:
     for name in ("config.json", "generation_config.json") if checkpoint else ():
         path = Path(checkpoint or ".") / name
         config = read_json(path) if path.exists() else {}
-        for given in (config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
+        for given in (config.get("eos_token_id"), text_of(config).get("eos_token_id")):
             of_file = [] if given is None else given if isinstance(given, list) else [given]
             found += [integer(f"{path}: eos_token_id", x, 0) for x in of_file]
     return frozenset(found)

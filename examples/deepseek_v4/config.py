@@ -1,14 +1,39 @@
 """The entries of a config.json that say nothing about attention: each is checked, and none is guessed."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import read_json
 
-MUST_BE = {"norm_topk_prob": True, "hidden_act": "silu", "mlp_bias": False, "tie_word_embeddings": False}
+MUST_BE = {
+    "norm_topk_prob": True, "hidden_act": "silu", "mlp_bias": False, "tie_word_embeddings": False, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_freq": 1, "topk_method": "noaux_tc",
+}  # fmt: skip
 """Entries that change the model, with the one value that it has"""
+KNOWN = {
+    *MUST_BE, "hc_mult", "hc_sinkhorn_iters", "hc_eps", "moe_intermediate_size", "moe_inter_dim", "mlp_layer_types",
+    "expert_dtype", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "engram_layer_ids",
+    "engram_num_embeddings", "engram_max_ngram_size", "engram_n_heads", "engram_head_dim", "engram_vocab_size",
+    "engram_compressed_vocab_size", "engram_pad_token_id", "engram_pad_id", "dspark_block_size",
+    "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_markov_rank", "dspark_n_routed_experts",
+    "dspark_num_experts_per_tok", "dspark_n_activated_experts", "vocab_size", "n_routed_experts", "num_local_experts",
+    "n_shared_experts", "num_experts_per_tok", "n_activated_experts", "routed_scaling_factor", "route_scale",
+    "scoring_func", "score_func", "swiglu_limit", "gate_temp", "num_hash_layers", "n_hash_layers", "n_mtp_layers",
+    "num_nextn_predict_layers",
+}  # fmt: skip
+OF_MODEL = re.compile(r"(hc|moe|mlp|experts?|router|engram|dspark|mtp)_\w+")
+"""names of entries that change the model, of which no other than those are known; `from_config` knows all the rest"""
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of the text model, which may be a part of a larger one; raises ValueError if they are no mapping."""
+    text = config.get("text_config")
+    if not (text is None or isinstance(text, Mapping)):
+        raise ValueError(f"config: text_config: got {text!r}, wanted a mapping")
+    return text or config
 
 
 class Entries:
@@ -20,11 +45,21 @@ class Entries:
 
     def __init__(self, config: Mapping[str, Any] | str | Path) -> None:
         whole = config if isinstance(config, Mapping) else read_json(config)
-        self.all: Mapping[str, Any] = whole.get("text_config") or whole
+        self.all = text_of(whole)
         self.is_whole = any(x.get("model_type") is not None for x in (whole, self.all))
+        for name in KNOWN & whole.keys():
+            if whole[name] not in (None, self.all.get(name)):
+                raise ValueError(
+                    f"config: {name}: got {whole[name]!r}, wanted {self.all.get(name)!r}, as in text_config"
+                )
         for name, x in MUST_BE.items():
             if self.all.get(name) not in (None, x):
                 raise NotImplementedError(f"config: {name}: got {self.all[name]!r}, wanted {x!r}")
+        for name, x in self.all.items():
+            if x is not None and name not in KNOWN and OF_MODEL.fullmatch(str(name)):
+                raise ValueError(
+                    f"config: {name}: got {x!r}, wanted no entry that is not known: it may change the model"
+                )
 
     def get(self, *names: str, default: Any = None) -> Any:
         """An entry by the first of its names that is there; raises ValueError if it is there twice, or missing."""
@@ -46,11 +81,14 @@ class Entries:
             raise ValueError(f"config: {names[0]}: got {x!r}, wanted an integer {span}")
         return x
 
-    def number(self, *names: str, default: float | None = None) -> float:
+    def number(self, *names: str, default: float | None = None, may_be_0: bool = True) -> float:
         """A number that is not below 0; raises ValueError if it is none."""
         x = self.get(*names, default=default)
-        if not isinstance(x, int | float) or isinstance(x, bool) or not 0 <= x < math.inf:
-            raise ValueError(f"config: {names[0]}: got {x!r}, wanted a number of at least 0")
+        is_one = isinstance(x, int | float) and not isinstance(x, bool)
+        if not is_one or not 0 <= x < math.inf or (x == 0 and not may_be_0):
+            raise ValueError(
+                f"config: {names[0]}: got {x!r}, wanted a number {'of at least' if may_be_0 else 'above'} 0"
+            )
         return x
 
     def integers(self, name: str, most: float = math.inf) -> tuple[int, ...]:
@@ -64,6 +102,8 @@ class Entries:
         """Returns how many layers, the first ones, choose experts by the token's number; V4.1 has none."""
         names = ("num_hash_layers", "n_hash_layers")
         kinds = self.all.get("mlp_layer_types")
+        if kinds is not None and not isinstance(kinds, list | tuple):
+            raise ValueError(f"config: mlp_layer_types: got {kinds!r}, wanted a list")
         if kinds is None:
             default = 0 if self.has("kv_source_layer_ids", "kv_source_layers") else None
             return self.integer(*names, least=0, most=layers) if self.has(*names) or default is None else default

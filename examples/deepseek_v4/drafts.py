@@ -21,11 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha.layers import DSV4Attention
+
 from .config import Entries
 from .model import Caches, Forward, Model, norm
 from .packed import whole
 
 SHARED = ("embed", "head")
+CANDIDATES = (
+    "candidate_source_layer_id", "candidate_source_layer", "candidate_topk_blocks", "candidate_block_size",
+)  # fmt: skip
 CHOSEN = ("dspark_num_experts_per_tok", "dspark_n_activated_experts")
 
 
@@ -49,21 +54,29 @@ class DSpark:
         if not read.has("dspark_block_size"):
             raise ValueError("config: wanted dspark_block_size, …, for drafts of the model's own")
         c, more = read.all, len(read.all.get("compress_ratios") or ()) - len(model.layers)
-        n = (
-            more
-            if more > 0 and not read.has("n_mtp_layers")
-            else read.integer("n_mtp_layers" if read.has("n_mtp_layers") else "num_nextn_predict_layers")
-        )
+        stated = read.integer("n_mtp_layers") if read.has("n_mtp_layers") else None
+        if stated is not None and more > 0 and stated != more:
+            raise ValueError(f"config: n_mtp_layers: got {stated}, wanted {more}, as compress_ratios says")
+        n = stated or (more if more > 0 else read.integer("num_nextn_predict_layers"))
+        if read.has("dspark_n_routed_experts") != read.has(*CHOSEN):
+            raise ValueError(f"config: wanted dspark_n_routed_experts and {CHOSEN[0]}, or neither")
         kinds = {"layer_types": ["sliding_attention"] * n, "compress_ratios": [0] * n}
+        if model.delayed:  # these layers have a window alone, and read no entries of other layers
+            kinds |= {"kv_source_layer_ids": [], "index_source_layer_ids": []}
+            kinds |= dict.fromkeys(("kv_source_layers", "index_source_layers", *CANDIDATES))
         sizes = {"num_hidden_layers": n, "n_layers": n, "num_hash_layers": 0, "n_hash_layers": 0}
-        stack = Model.from_config({**c, **kinds, **sizes, "mlp_layer_types": None, "engram_layer_ids": None})
+        no_engrams = {name: None for name in c if str(name).startswith("engram_")}
+        stack = Model.from_config({**c, **kinds, **sizes, "mlp_layer_types": None, **no_engrams})
         stack = dataclasses.replace(
             stack,
             experts=read.integer("dspark_n_routed_experts") if read.has("dspark_n_routed_experts") else stack.experts,
             chosen=read.integer(*CHOSEN, most=stack.experts) if read.has(*CHOSEN) else stack.chosen,
         )
+        seen = read.integers("dspark_target_layer_ids", most=len(model.layers) - 1)
+        if list(seen) != sorted(set(seen)):
+            raise ValueError(f"config: dspark_target_layer_ids: got {seen}, wanted each once, in the layers' order")
         return cls(
-            dataclasses.replace(model, seen=read.integers("dspark_target_layer_ids", most=len(model.layers) - 1)),
+            dataclasses.replace(model, seen=seen),
             stack,
             block=read.integer("dspark_block_size"),
             placeholder=read.integer("dspark_noise_token_id", least=0, most=model.vocabulary - 1),
@@ -77,6 +90,11 @@ class DSpark:
     @property
     def vocabulary(self) -> int:
         return self.model.vocabulary
+
+    @property
+    def layers(self) -> tuple[DSV4Attention, ...]:
+        """The model's own, without those for drafts."""
+        return self.model.layers
 
     def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
         return self.model(params, tokens)

@@ -28,6 +28,7 @@ from examples.serving import Request, Server, TooLong, checked_tokens
 from examples.serving.request import HOTTEST, short
 
 from .chat import Chat
+from .checkpoint import once
 from .common import Text, Words
 
 LARGEST = 64 << 20
@@ -305,8 +306,11 @@ class Endpoint:
                 raise Refused(f"the body: got more than {LARGEST} bytes", status=413)
         try:
             asked = form.model_validate_json(bytes(body))
+            json.loads(body, object_pairs_hook=once)
         except ValidationError as e:
             raise refusal(e) from None
+        except ValueError as e:
+            raise Refused(f"the body: {e}, wanted it once") from None
         if asked.model != self.name:
             message = f"model: got {short(asked.model)}, wanted {self.name!r}"
             raise Refused(message, "model", "model_not_found", 404)

@@ -36,6 +36,12 @@ class History(NamedTuple):
     def fork(self, source: Any, target: Any) -> "History":
         return History(*(x.at[target].set(x[source]) for x in self))
 
+    def take(self, places: jax.Array) -> "History":
+        return History(*(x[places] for x in self))
+
+    def put(self, places: jax.Array, taken: "History") -> "History":
+        return History(*(x.at[places].set(y, mode="drop") for x, y in zip(self, taken, strict=True)))
+
     def before(self, start: jax.Array) -> jax.Array:
         """The words before position `start` `[b]`, which is not after the end."""
         places = (start - self.end)[:, None] + jnp.arange(self.words.shape[1])
@@ -94,7 +100,13 @@ class Engrams:
         return 2 * np.array(draws) + 1
 
     def found(
-        self, word: jax.Array, tokens: jax.Array, history: History | None, start: Any, count: jax.Array | None
+        self,
+        word: jax.Array,
+        tokens: jax.Array,
+        history: History | None,
+        start: Any,
+        count: jax.Array | None,
+        place: jax.Array | None = None,
     ) -> tuple[jax.Array, History | None]:
         """The rows int32 `[b, s, layers, (longest - 1) heads]` of tokens `[b, s]`, and the history after them.
 
@@ -104,13 +116,14 @@ class Engrams:
           start: an int or int32 `[b]`, the position of the first token: the history's end, or before it, which takes
             tokens back.
           count: int32 `[b]`: how many of the tokens are no padding, with a history.
+          place: without a history: int32 `[b, s]`, the position of each token in its document, if there are several.
         """
         n, pad, start = self.longest - 1, word[self.pad], jnp.broadcast_to(jnp.asarray(start), len(tokens))
         earlier = jnp.full((len(tokens), n), pad) if history is None else history.before(start)
         kept = earlier.shape[1]
         earlier = jnp.where(start[:, None] + jnp.arange(-kept, 0) < 0, pad, earlier)
         line = jnp.concatenate([earlier, word[tokens]], 1)
-        rows = self._rows(line[:, kept - n :])
+        rows = self._rows(line[:, kept - n :], pad, place)
         if history is None:
             return rows, None
         after = jnp.take_along_axis(line, count[:, None] + jnp.arange(kept), 1), start + count
@@ -119,11 +132,13 @@ class Engrams:
             jnp.where(is_new[:, None], after[0], history.words), jnp.where(is_new, after[1], history.end)
         )
 
-    def _rows(self, line: jax.Array) -> jax.Array:
-        """The rows of words `[b, longest - 1 + s]`: each has the words before it."""
+    def _rows(self, line: jax.Array, pad: jax.Array, place: jax.Array | None) -> jax.Array:
+        """The rows of words `[b, longest - 1 + s]`: each has the words before it, in its document."""
         s, primes = line.shape[1] - (self.longest - 1), self.primes.reshape(len(self.layers), -1)
         with jax.enable_x64(True):
             back = [line[:, self.longest - 1 - n :][:, :s, None].astype(jnp.int64) for n in range(self.longest)]
+            if place is not None:
+                back = [jnp.where(place[..., None] >= n, x, pad.astype(jnp.int64)) for n, x in enumerate(back)]
             mixed, rows = back[0] * self.factors[:, 0], []
             for n in range(1, self.longest):
                 mixed ^= back[n] * self.factors[:, n]

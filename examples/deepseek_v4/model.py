@@ -41,6 +41,8 @@ SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
+FUSED = 4096
+"""channels for which `hyper_connection` has a kernel; of others its definition would be a loop of launches on a GPU"""
 SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
 
 
@@ -59,6 +61,15 @@ class Caches(NamedTuple):
     def fork(self, source: Any, target: Any) -> "Caches":
         """Place `target` at the token where place `source` is: see `LayerCache.fork`."""
         return self._each(lambda cache: cache.fork(source, target))
+
+    def take(self, places: jax.Array) -> "Caches":
+        """The caches of some places alone: see `LayerCache.take`."""
+        return self._each(lambda cache: cache.take(places))
+
+    def put(self, places: jax.Array, taken: "Caches") -> "Caches":
+        """The caches of all places with what came of those."""
+        is_one = lambda x: isinstance(x, LayerCache | History)  # noqa: E731
+        return jax.tree.map(lambda cache, new: cache.put(places, new), self, taken, is_leaf=is_one)
 
     def _each(self, f: Callable[[Any], Any]) -> "Caches":
         return jax.tree.map(f, self, is_leaf=lambda x: isinstance(x, LayerCache | History))
@@ -103,15 +114,18 @@ class Model:
           ValueError: an entry is missing, is not known, or is out of its range.
           NotImplementedError: an entry says what this model does not have.
         """
-        layers, read = from_config(config), Entries(config)  # the first refuses other models
+        try:
+            layers, read = from_config(config), Entries(config)  # the first refuses other models
+        except TypeError as e:  # an entry of another type is as wrong as one out of its range
+            raise ValueError(str(e)) from e
         is_v41 = read.has("kv_source_layer_ids", "kv_source_layers")
         if read.has("n_shared_experts") and (shared := read.integer("n_shared_experts", least=0)) != 1:
             raise NotImplementedError(f"config: got {shared} shared experts, wanted 1")
         score = read.get("scoring_func", "score_func", default="sqrtsoftplus")
-        if score not in SCORES:
+        if not isinstance(score, str) or score not in SCORES:
             raise NotImplementedError(f"config: got scores by {score}, wanted one of {', '.join(SCORES)}")
-        engrams = None
-        if read.has("engram_layer_ids"):
+        engrams, vocabulary = None, read.integer("vocab_size")
+        if read.has(*(name for name in read.all if str(name).startswith("engram_"))):
             engrams = Engrams(
                 read.integers("engram_layer_ids", most=len(layers) - 1),
                 read.integers("engram_num_embeddings"),
@@ -120,12 +134,12 @@ class Model:
                 d=read.integer("engram_head_dim"),
                 buckets=read.integer("engram_vocab_size"),
                 words=read.integer("engram_compressed_vocab_size"),
-                pad=read.integer("engram_pad_token_id", "engram_pad_id", default=2, least=0),
+                pad=read.integer("engram_pad_token_id", "engram_pad_id", default=2, least=0, most=vocabulary - 1),
             )
         experts = read.integer("n_routed_experts", "num_local_experts")
         return cls(
             layers,
-            vocabulary=read.integer("vocab_size"),
+            vocabulary=vocabulary,
             experts=experts,
             chosen=read.integer("num_experts_per_tok", "n_activated_experts", most=experts),
             inner=read.integer("moe_intermediate_size", "moe_inter_dim"),
@@ -136,7 +150,7 @@ class Model:
             streams=read.integer("hc_mult", default=4),
             sinkhorn=read.integer("hc_sinkhorn_iters", default=20),
             hc_eps=read.number("hc_eps", default=1e-6),
-            temperature=read.number("gate_temp") if read.has("gate_temp") else 1.0,
+            temperature=read.number("gate_temp", may_be_0=False) if read.has("gate_temp") else 1.0,
             delayed=is_v41,
             engrams=engrams,
         )
@@ -216,12 +230,21 @@ class Model:
         return out, Caches(out.caches, history)
 
     def rows(
-        self, params: Any, tokens: jax.Array, history: History | None = None, start: Any = 0, count: Any = None
+        self,
+        params: Any,
+        tokens: jax.Array,
+        history: History | None = None,
+        start: Any = 0,
+        count: Any = None,
+        place: jax.Array | None = None,
     ) -> tuple[dict[int, jax.Array], History | None]:
-        """The rows of the engrams' tables that each token finds, by layer; and the history after the tokens."""
+        """The rows of the engrams' tables that each token finds, by layer; and the history after the tokens.
+
+        place: int32 `[b, s]`, the position of each token in its document, if a sequence has several.
+        """
         if self.engrams is None:
             return {}, None
-        rows, after = self.engrams.found(params["words"], tokens, history, start, count)
+        rows, after = self.engrams.found(params["words"], tokens, history, start, count, place)
         return {layer: rows[:, :, i] for i, layer in enumerate(self.engrams.layers)}, after
 
     def forward(
@@ -235,19 +258,26 @@ class Model:
     ) -> "Forward":
         """All layers, with attend(layer, parameters, x, cache, shared) for attention.
 
+        attend is traced once for layers of a kind, so what it traces stays inside of it.
+
         at: int32 `[b]`: the logits `[b, 1, vocabulary]` of this token of each sequence alone.
         """
-        x, after, means, shared = self.embedded(params, tokens), [], [], Shared()
-        for i, p in enumerate(params["layers"]):
-            before = self.reminded(i, params, p, x, rows.get(i))
-            x, out, _ = self.block(i, params, p, before, tokens, caches[i], shared, attend)
-            shared, after = shared.after(out), [*after, out.cache]
+
+        @functools.partial(jax.jit, static_argnums=0)  # StableHLO has a function for each kind, which layers call
+        def run(layer, p, of_layer, x, cache, shared):
+            before = self.reminded(p, of_layer, x)
+            return before, *self.block(layer, p, of_layer, before, tokens, cache, shared, attend)[:2]
+
+        x, outputs, means, shared = self.embedded(params, tokens), [], [], Shared()
+        for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
+            before, x, out = run(layer, p, self.of_layer(i, params, rows), x, caches[i], shared)
+            shared, outputs = shared.after(out), [*outputs, out]
             if i in self.seen:
                 seen = (before if self.delayed else x).after()
                 means.append(seen.mean(2, dtype=jnp.float32).astype(seen.dtype))
         if at is not None:
             x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
-        return Forward(self.logits(params, x), after, jnp.concatenate(means, -1) if means else None)
+        return Forward(self.logits(params, x), outputs, jnp.concatenate(means, -1) if means else None)
 
     def embedded(self, params: Any, tokens: jax.Array) -> "Streams":
         """The streams before the first layer."""
@@ -256,39 +286,48 @@ class Model:
         post, mix = jnp.ones(x.shape[:3]), jnp.zeros((*x.shape[:3], self.streams))
         return Streams(x, y, post, mix, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
 
-    def reminded(self, i: int, params: Any, p: Any, streams: "Streams", rows: jax.Array | None) -> "Streams":
-        """The streams before layer i, with parameters p, and what its engram recalls, if it has one."""
-        if rows is None:
+    def of_layer(self, i: int, params: Any, rows: Mapping[int, jax.Array]) -> "OfLayer":
+        """The arrays of layer i beside its parameters, with the rows of engrams' tables by layer."""
+        return OfLayer(params["routing"][i], params["tables"][str(i)] if i in rows else None, rows.get(i))
+
+    def reminded(self, p: Any, of_layer: "OfLayer", streams: "Streams") -> "Streams":
+        """The streams before a layer with parameters p, and what its engram recalls, if it has one."""
+        if of_layer.rows is None:
             return streams
-        x = recalled(p["engram"], params["tables"][str(i)], streams.after(), rows, self.layers[i].eps)
+        x = recalled(p["engram"], of_layer.table, streams.after(), of_layer.rows, self.layers[0].eps)
         return Streams.of(x, streams.pre)
 
     def block(
         self,
-        i: int,
-        params: Any,
+        layer: DSV4Attention,
         p: Any,
+        of_layer: "OfLayer",
         streams: "Streams",
         tokens: jax.Array,
         cache: Any,
         shared: Shared,
         attend: Callable[..., Output],
     ) -> tuple["Streams", Output, jax.Array]:
-        """Layer i, with parameters p: the streams after it; attention's output; how many tokens each expert got."""
-        layer, of = self.layers[i], self.before(p["attention_hc"], p["attention_norm"], streams, cache is None)
+        """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
+        of = self.before(p["attention_hc"], p["attention_norm"], streams, cache is None)
         out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
         of = self.before(p["moe_hc"], p["moe_norm"], streams, cache is None)
-        y, load = self.moe(p["moe"], params["routing"][i], of.z, tokens)
+        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     def logits(self, params: Any, streams: "Streams") -> jax.Array:
+        """float32 `[b, s, vocabulary]`."""
+        x = self.last(params, streams)
+        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+
+    def last(self, params: Any, streams: "Streams") -> jax.Array:
+        """The streams after the last layer as one, normed, `[b, s, hidden]`: what the head multiplies."""
         x, pre, eps = streams.after(), streams.pre, self.layers[0].eps
         if not self.delayed:
             p = params["hc"]
             pre = jax.nn.sigmoid(projected(p["fn"], x, eps) * p["scale"] + p["base"]) + self.hc_eps
-        x = norm(joined(pre, x), params["norm"], eps)
-        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+        return norm(joined(pre, x), params["norm"], eps)
 
     # ---- hyper-connections
 
@@ -300,7 +339,8 @@ class Model:
         """
         x, y, post, mix, pre = streams
         eps, taken = self.layers[0].eps, pre if self.delayed else None
-        if self.streams == 4 and not is_trained:
+        has_kernel = self.hidden == FUSED or jax.default_backend() != "gpu"
+        if self.streams == 4 and has_kernel and not is_trained:
             parts, rates = (p["fn"], p["scale"], p["base"], weight), {"eps": eps, "hc_eps": self.hc_eps}
             return hyper_connection(x, y, post, mix, *parts, taken=taken, iterations=self.sinkhorn, **rates)
         x = streams.after()
@@ -474,9 +514,25 @@ class Forward(NamedTuple):
 
     logits: jax.Array
     """float32 `[b, s, vocabulary]`"""
-    caches: list[LayerCache | None]
+    outputs: list[Output]
+    """of every layer's attention"""
     means: jax.Array | None
     """`[b, s, layers that drafts see · hidden]`"""
+
+    @property
+    def caches(self) -> list[LayerCache | None]:
+        return [out.cache for out in self.outputs]
+
+
+class OfLayer(NamedTuple):
+    """The arrays of a layer that have no gradient."""
+
+    routing: jax.Array
+    """`[experts]` or `[vocabulary, k]`, as `Model.routed` takes it"""
+    table: Any = None
+    """of its engram, if it has one"""
+    rows: jax.Array | None = None
+    """of that table, which each token finds"""
 
 
 class Streams(NamedTuple):

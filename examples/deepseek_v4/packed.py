@@ -49,7 +49,10 @@ def in_file(spec: P, axes: tuple[int, ...]) -> P:
     return P(*(padded[axes.index(axis)] for axis in range(len(axes))))
 
 
+def is_packed(x: Any) -> bool:
+    return isinstance(x, Packed | PackedMatrix)
+
+
 def whole(params: Any, dtype: Any) -> Any:
     """The same parameters, with unpacked ones in dtype."""
-    is_packed = lambda x: isinstance(x, Packed | PackedMatrix)  # noqa: E731
     return jax.tree.map(lambda x: x.unpacked(dtype) if is_packed(x) else x, params, is_leaf=is_packed)

@@ -6,7 +6,9 @@ hands out the pages of the caches. What a request says is printed as it comes. T
 caches are updated in place. With `--port` requests come by HTTP instead (endpoint.py).
 """
 
+import argparse
 import contextlib
+import io
 import queue
 import socket
 import sys
@@ -14,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from examples.serving import Request, Server
 from examples.serving.request import integer
@@ -32,31 +36,18 @@ def main(
     checkpoint: str | None = None,
     wanted: int = 64,
     temperature: float = 0.0,
-    places: int = 8,
-    room: int = 4096,
-    chunk: int = 512,
-    page: int = 256,
-    pages: int = 0,
-    speculate: int = 0,
     beginning: str = "",
-    kept: str | None = None,
-    packed: bool = False,
-    precision: str | None = None,
-    random: str = "v4",
-    tensor: int = 1,
-    expert: int = 1,
     port: int | None = None,
     chat_template: str | None = None,
+    **how: Any,
 ) -> list[Request | ValueError]:
     """Serves lines, or HTTP requests until Ctrl-C.
 
     Args:
       prompts: lines; by default those of the standard input.
-      kept: the dtype of packed caches, by its name; None keeps what the model computes with.
-      precision: of the products by which attention reads prompts, as in `DSV4Attention`; the model computes with
-        bfloat16 then.
       port: of an HTTP endpoint, which takes the place of lines; 0 is any.
       chat_template: a file for its chats, in Jinja, where the checkpoint has no template or another is wanted.
+      how: of `served`.
 
     Returns: for each of the prompts its request, or why it cannot be one.
 
@@ -66,25 +57,9 @@ def main(
     if port is not None:
         integer("port", port, 0, 65535)
     Request(np.zeros(1, np.int32), wanted, temperature)  # raises before the model is read, and so do these
-    model = common.model_of(checkpoint, drafts=speculate > 0, random=random)
-    if kept and (sizes := {layer.d for layer in model.layers}) != {PACKED_D}:
-        got, wanted = ", ".join(map(str, sorted(sizes))), f"a model whose entries have {PACKED_D} dimensions"
-        raise ValueError(f"--fp8 and --fp4: got head_dim {got}, wanted {wanted}; --random takes a config.json of one")
-    words, ends = common.Words(checkpoint, model.vocabulary), common.ends(checkpoint)
-    first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
+    ends = common.ends(checkpoint)
     asked = None if port is None else listening(port, checkpoint, chat_template)
-    dtype = common.compute_dtype() if precision is None else jnp.bfloat16
-    with common.mesh_of(tensor, expert, data=1) as mesh:
-        progress("reading the checkpoint" if checkpoint else "making random parameters")
-        params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
-        model = model.with_precision(precision)
-        params = model.joined(params)
-        how = {"beginning": first, "speculate": speculate, "progress": progress}
-        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
-        memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
-        a_token, a_place = common.bytes_a_token(server.caches, pages * page)
-        print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
-        print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
+    with served(checkpoint, beginning, **how) as (server, words, first, mesh):
         server.compile()
         if asked is not None:
             serve_http(server, checkpoint, words, first, ends, *asked)
@@ -95,7 +70,7 @@ def main(
             return Request(prompt, wanted, temperature, printer(number, words.stream()), ends)
 
         answers, refused, read, said, began = {}, 0, 0, 0, time.perf_counter()
-        for number, answer in answered(server, sys.stdin if prompts is None else prompts, request_of):
+        for number, answer in answered(server, standard_input() if prompts is None else prompts, request_of):
             if isinstance(answer, Request):
                 read, said = read + len(answer.prompt), said + len(answer.said)
             else:
@@ -105,7 +80,7 @@ def main(
                 answers[number] = answer
         seconds = time.perf_counter() - began
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
-    if speculate and server.steps:
+    if server.drafted:
         accepted, drafted, each = server.accepted, server.drafted, 1 + server.accepted / server.steps
         print(f"{accepted} of {drafted} drafts were right; a place said {each:.2f} tokens a step")
     peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat)
@@ -114,6 +89,63 @@ def main(
     if refused and prompts is None:
         raise SystemExit(1)
     return [answers[number] for number in sorted(answers)]
+
+
+@contextlib.contextmanager
+def served(
+    checkpoint: str | None = None,
+    beginning: str = "",
+    places: int = 8,
+    room: int = 4096,
+    chunk: int = 512,
+    readers: int = 1,
+    page: int = 256,
+    pages: int = 0,
+    speculate: int | None = None,
+    kept: str | None = None,
+    packed: bool = False,
+    precision: str | None = None,
+    random: str = "v4",
+    tensor: int = 1,
+    expert: int = 1,
+) -> Iterator[tuple[Server, common.Words, np.ndarray, Mesh]]:
+    """A server of a whole model, in its mesh; its words; the tokens with which all requests begin; and the mesh.
+
+    Args:
+      pages: 0 is as many as all places could fill.
+      speculate: drafts of a place in a step, at most; None is as many as the model's own layers make, if it has them.
+      kept: the dtype of packed caches, by its name; None keeps what the model computes with.
+      precision: of the products by which attention reads prompts, as in `DSV4Attention`; the model computes with
+        bfloat16 then.
+    """
+    model = common.model_of(checkpoint, drafts=speculate != 0, random=random)
+    if speculate is None:
+        speculate = getattr(model, "block", 0)
+    if kept and (sizes := {layer.d for layer in model.layers}) != {PACKED_D}:
+        got, wanted = ", ".join(map(str, sorted(sizes))), f"a model whose entries have {PACKED_D} dimensions"
+        raise ValueError(f"--fp8 and --fp4: got head_dim {got}, wanted {wanted}; --random takes a config.json of one")
+    words = common.Words(checkpoint, model.vocabulary)
+    first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
+    dtype = common.compute_dtype() if precision is None else jnp.bfloat16
+    with common.mesh_of(tensor, expert, data=1) as mesh:
+        progress("reading the checkpoint" if checkpoint else "making random parameters")
+        params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
+        model = model.with_precision(precision)
+        params = model.joined(params)
+        how = {"beginning": first, "speculate": speculate, "progress": progress, "readers": readers}
+        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
+        memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
+        a_token, a_place = common.bytes_a_token(server.caches, pages * page)
+        print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
+        print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
+        yield server, words, first, mesh
+
+
+def standard_input() -> Iterable[str]:
+    """The lines of the standard input. A line with a byte that is no character has a surrogate, and is refused."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
 
 
 def progress(text: str) -> None:
@@ -212,23 +244,32 @@ def serve_http(
 
 def arguments() -> dict:
     parser = common.parser(__doc__.split("\n\n")[0])
-    for name, default, least, what in (
-        ("wanted", 64, 1, "tokens that a request says, at most"),
-        ("places", 8, 1, "requests served at once"),
-        ("room", 4096, 2, "tokens of a request, at most"),
-        ("chunk", 512, 1, "tokens of a prompt read at once"),
-        ("page", 256, 1, "tokens of a page, a multiple of 128"),
-        ("pages", 0, 0, "pages in the pool of each cache; 0: for all places"),
-        ("speculate", 0, 0, "drafts of a request in a step, at most: the model's own, if it has layers for them"),
-    ):
-        kind = common.at_least(least)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: {default})")
+    wanted = "tokens that a request says, at most (default: 64)"
+    parser.add_argument("--wanted", type=common.at_least(1), default=64, help=wanted)
+    options(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: the likeliest token; at most 2")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
     parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
     parser.add_argument(
         "--chat-template", help="a file in Jinja, with --port (default: the checkpoint's, if it has one)"
     )
+    return vars(parser.parse_args())
+
+
+def options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds the options of a server; defaults: others than these, and how to say them."""
+    for name, default, least, what in (
+        ("places", 8, 1, "requests served at once"),
+        ("room", 4096, 2, "tokens of a request, at most"),
+        ("chunk", 512, 1, "tokens of a prompt read at once"),
+        ("readers", 1, 1, "prompts read at once, at most"),
+        ("page", 256, 1, "tokens of a page, a multiple of 128"),
+        ("pages", 0, 0, "pages in the pool of each cache; 0: for all places"),
+        ("speculate", None, 0, "drafts of a request in a step, at most: the model's own, if it has layers for them"),
+    ):
+        default, said = defaults.get(name, (default, "as many as those make" if default is None else default))
+        text = f"{what} (default: {said})"
+        parser.add_argument(f"--{name}", type=common.at_least(least), default=default, help=text)
     group = parser.add_mutually_exclusive_group()
     of_caches = {"fp8": ("float8_e4m3fn", "FP8"), "fp4": ("float4_e2m1fn", "FP8 and, for entries, FP4")}
     for name, (dtype, what) in of_caches.items():
@@ -251,7 +292,6 @@ def arguments() -> dict:
             help=f"attention reads prompts by products of e4m3{what}: faster on Hopper, and less exact; steps stay as "
             "they are",
         )
-    return vars(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import collections
 import dataclasses
 import json
-import math
 import statistics
 import sys
 import time
@@ -22,10 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 from jax_dsv4_fmha.layers import STEP_OPTIONS, Shared
 
-from . import common
+from . import common, stand_in
 from .model import Model, Streams
 
 FLASH = {
@@ -106,30 +104,10 @@ def keep(file: str | None, count: dict[str, int], rows: list[dict[str, Any]]) ->
 def parameters(model: Model, packed: bool) -> Any:
     params = jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
     if packed:
-        e, k, inner = model.experts, model.hidden, model.inner
-        moe = params["layers"][0]["moe"]
-        moe |= {"w13": experts_in_mxfp4(e, 2, inner, k), "w2": experts_in_mxfp4(e, k, inner)}
-        of_one = params["layers"][0]["attention"]
-        for p in (of_one, of_one.get("indexer", {})):
-            p |= {name: matrix_in_fp8(p[name].shape, *axes) for name, axes in PROJECTIONS.items() if name in p}
+        layer = params["layers"][0]
+        layer["moe"] |= stand_in.experts(model, jax.random.key(2))
+        layer["attention"] |= stand_in.projections(layer["attention"], jax.random.key(3))
     return params
-
-
-def experts_in_mxfp4(*shape: int) -> PackedExperts:
-    """Random matrices `[e, 2, rows, columns]`, gates first, or `[e, rows, columns]`."""
-    *rows, columns = shape
-    codes = jax.random.bits(jax.random.key(2), (*rows, columns // 2), jnp.uint8)
-    return pack_experts(codes, jnp.full((*rows, columns // 32), 120, jnp.uint8))  # 2^-7
-
-
-def matrix_in_fp8(shape: tuple[int, ...], first: int, last: int) -> PackedMatrix:
-    """A random matrix of this shape, where its columns' axes begin and end there; its rows' axes come after them."""
-    *several, rows, columns = (*shape[:first], math.prod(shape[last:]), math.prod(shape[first:last]))
-    bits = jax.random.bits(jax.random.key(3), (*several, rows, columns), jnp.uint8)
-    numbers = jnp.where(bits & 0x7F == 0x7F, 0, bits)  # which is NaN
-    blocks = *several, -(-rows // 128), -(-columns // 128)
-    codes = jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn)
-    return pack_matrix(codes, jnp.full(blocks, 127 - 12, jnp.uint8), shape)  # 2^-12
 
 
 def random(tree: Any) -> Any:
@@ -150,7 +128,10 @@ def of_layer(model: Model, params: Any, work: Work, calls: int) -> float:
             return layer(p, x, cache, shared, start=lengths - work.tokens, lengths=lengths)
 
         streams = Streams.of(x, jnp.ones(x.shape[:3]))
-        streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, cache, Shared(), attend)
+        of_layer = model.of_layer(0, params, {})
+        streams, out, _ = model.block(
+            model.layers[0], params["layers"][0], of_layer, streams, tokens, cache, Shared(), attend
+        )
         return out.cache, streams.after()
 
     (cache,) = random(model.cache(work.b, work.context, common.compute_dtype()).layers)
@@ -169,40 +150,53 @@ def of_head(model: Model, params: Any, work: Work, calls: int) -> float:
 
 
 def timed(call: Callable[..., Any], calls: int, cache: Any, *operands: Any) -> float:
-    """ms of a call, which gets the cache of the call before it: the median of three times so many calls."""
-    f, found = jax.jit(call, donate_argnums=0, compiler_options=STEP_OPTIONS), []
+    """ms of a call, compiled as a step is, which gets the cache of the call before it."""
+    f = jax.jit(call, donate_argnums=0, compiler_options=STEP_OPTIONS)
+    return median(lambda cache: f(cache, *operands), calls, cache)
+
+
+def median(f: Callable[[Any], tuple[Any, Any]], calls: int, cache: Any) -> float:
+    """ms of f, from a cache to the next one and a result: the median of three times so many calls."""
+    found: list[float] = []
     for _ in range(4):
         began = time.perf_counter()
         for _ in range(calls if found else 2):  # the first calls compile and warm up
-            cache, y = f(cache, *operands)
+            cache, y = f(cache)
         jax.block_until_ready(y)
         found.append((time.perf_counter() - began) / calls * 1e3)
     return statistics.median(found[1:])
 
 
-def arguments() -> dict:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
-    parser.add_argument(
-        "--contexts",
-        type=common.at_least(1),
-        nargs="+",
-        default=CONTEXTS,
-        help="tokens (default: 8192, 131072, 1048576)",
-    )
-    parser.add_argument(
-        "--sequences", type=common.at_least(1), nargs="+", default=SEQUENCES, help="of a step (default: 1, 8, 64)"
-    )
-    parser.add_argument(
-        "--chunk", type=common.at_least(1), default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})"
-    )
-    parser.add_argument("--calls", type=common.at_least(1), default=20, help="that a time is the mean of (default: 20)")
-    parser.add_argument("--packed", action="store_true", help="routed experts in MXFP4, and projections in FP8")
-    parser.add_argument("--json", dest="file", help="a file for the same numbers")
+def parser(description: str, sequences: Sequence[int], of_step: str = "of a step") -> argparse.ArgumentParser:
+    """The options of programs that time V4-Flash's sizes."""
+    made, number = argparse.ArgumentParser(description=description), common.at_least(1)
+
+    def several(name: str, given: Sequence[int], what: str) -> None:
+        shown = ", ".join(map(str, given))
+        made.add_argument(name, type=number, nargs="+", default=given, help=f"{what} (default: {shown})")
+
+    made.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
+    several("--contexts", CONTEXTS, "tokens")
+    several("--sequences", sequences, of_step)
+    made.add_argument("--chunk", type=number, default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})")
+    made.add_argument("--calls", type=number, default=20, help="that a time is the mean of (default: 20)")
+    made.add_argument("--json", dest="file", help="a file for the same numbers")
+    common.option_compiled(made)
+    return made
+
+
+def parsed(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The arguments of such a program."""
     found = vars(parser.parse_args())
     if found["checkpoint"] is None and jax.default_backend() == "cpu":
         parser.error("V4-Flash's sizes want a GPU, and there is none here; give a directory with a smaller config.json")
     return found
+
+
+def arguments() -> dict[str, Any]:
+    made = parser(__doc__.split("\n\n")[0], SEQUENCES)
+    made.add_argument("--packed", action="store_true", help="routed experts in MXFP4, and projections in FP8")
+    return parsed(made)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,38 @@
-"""Trains DeepSeek-V4: `python -m examples.deepseek_v4.train [CHECKPOINT] --tokens FILE.npy --keep DIRECTORY`.
+"""Trains DeepSeek-V4: `python -m examples.deepseek_v4.train [CHECKPOINT] --tokens SHARDS --keep DIRECTORY`.
 
 The indexers learn from attention to the entries they chose, the balance of experts from their loads, everything else
 from the next token. Parameters and Adam's moments are in float32 and shared out over all devices: over "tensor" and
 "expert" as the model's products are, and what is left over "data" and "context". A layer gathers its own part over the
 latter two in the dtype it computes in. "context" shares out the tokens of each sequence, in zigzag order, in which
 devices have equal work. The directory keeps the last states; a program that finds one there goes on with it.
+
+Devices may be those of many processes (cluster.py). data.py has the tokens, and metrics.py what is said of a step.
 """
 
 import functools
 import math
-import time
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.serving import checked_tokens
 from examples.serving.request import integer, number
+from jax_dsv4_fmha import Span
 from jax_dsv4_fmha.layers import Shared, zigzag
 
-from . import common
+from . import cluster, common, head, lora
+from . import save as saving
+from .data import Batches, Row, rows_of
+from .head import REST
+from .metrics import Log, Step, recall
 from .model import FIXED, Model, Streams
+from .packed import is_packed
+from .states import States
 
 ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
 PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -36,12 +43,6 @@ POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
 }
 """what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
-REST = ("data", "context")
-"""the mesh axes that share out states beside the model's own"""
-MANY = 1 << 24
-"""tokens of a file that are checked at once"""
-PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""dense bfloat16 FLOP/s of a device whose kind has this in its name"""
 
 
 class State(NamedTuple):
@@ -51,10 +52,20 @@ class State(NamedTuple):
     moments: Any
 
 
-def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    """The loss that is minimised; the tokens', the indexers', and the loads of the experts `[layers, experts]`.
+def losses(
+    model: Model,
+    dtype: Any,
+    policy: Any,
+    learned: Any,
+    fixed: Any,
+    tokens: jax.Array,
+    documents: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """The loss that is minimised; and the tokens', the indexers', the loads of the experts `[layers, experts]`, the
+    indexers' recall `[layers with one]`, and the length that documents have for MFU.
 
-    tokens: `[b, s]` in their own order, whole on every device of "context".
+    tokens, documents: `[b, s]` in their own order, whole on every device of "context". A document is a run of equal
+    numbers, which sees no other; None is one of each sequence.
     """
     context = jax.sharding.get_abstract_mesh().shape["context"]
     order = context if context > 1 else None
@@ -63,72 +74,145 @@ def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, toke
     def ready(params: Any, *path: Any) -> Any:
         """Parameters as the model computes with them: their dtype, and whole over "data" and "context"."""
         spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
-        return jax.tree.map(lambda x, p, s: jax.lax.with_sharding_constraint(x.astype(s.dtype), p), params, spec, shape)
+
+        def one(x: Any, spec: P, shape: Any) -> Any:
+            return x if is_packed(x) else jax.lax.with_sharding_constraint(x.astype(shape.dtype), spec)
+
+        return jax.tree.map(one, params, spec, shape, is_leaf=is_packed)
 
     def shared_out(x: jax.Array) -> jax.Array:
         """Moves what each token has, `[b, s, …]`, to where the token is."""
         return jax.lax.with_sharding_constraint(zigzag(x, order), P("data", "context")) if order else x
 
-    rows, _ = model.rows(fixed, tokens)
-    rows = {i: shared_out(x) for i, x in rows.items()}
     b, s = tokens.shape
-    following, has_following = jnp.roll(tokens, -1, 1), jnp.broadcast_to(jnp.arange(s) < s - 1, (b, s))
-    tokens, following, has_following = map(shared_out, (tokens, following, has_following))
+    place = positions(documents) if documents is not None else jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
+    is_last = place == s - 1 if documents is None else jnp.roll(place, -1, 1) == 0
+    following, has_following = jnp.roll(tokens, -1, 1), ~is_last
+    count, length = has_following.sum(), 2 * place.mean() + 1
+    rows, _ = model.rows(fixed, tokens, place=place)
+    rows = {i: shared_out(x) for i, x in rows.items()}
+    past = {layer.ratio: past_entries(documents, place, layer.ratio) for layer in model.layers if layer.indexer}
+    tokens, following, has_following, place, past = jax.tree.map(
+        shared_out, (tokens, following, has_following, place, past)
+    )
+    documents = None if documents is None else shared_out(documents)
 
-    def block(i: int, p: Any, streams: Streams, shared: Shared) -> tuple[Streams, Shared, jax.Array, jax.Array]:
+    def block(i: int, p: Any, streams: Streams, shared: Shared) -> tuple[Streams, Shared, jax.Array, Any]:
         def attend(layer, p, x, _, shared):
-            return layer(p, x, shared=shared, zigzag=order)
+            return layer(p, x, shared=shared, segment_ids=documents, zigzag=order)
 
-        p = ready(p, "layers", i)
-        streams = model.reminded(i, fixed, p, streams, rows.get(i))
-        streams, out, load = model.block(i, fixed, p, streams, tokens, None, shared, attend)
-        layer = model.layers[i]
-        of_indexer = 0.0 if layer.indexer is None else layer.indexer_loss(p["attention"], out, shared).mean()
-        return streams, shared.after(out), jnp.float32(of_indexer), load
+        adapter = jax.lax.with_sharding_constraint(p.get("lora", {}), P())
+        p = ready({name: x for name, x in p.items() if name != "lora"}, "layers", i)
+        p["attention"] = lora.merged(p["attention"], adapter)
+        layer, of_layer = model.layers[i], model.of_layer(i, fixed, rows)
+        streams = model.reminded(p, of_layer, streams)
+        streams, out, load = model.block(layer, p, of_layer, streams, tokens, None, shared, attend)
+        of_indexer, recalled = 0.0, []
+        if layer.indexer is not None:
+            of_indexer = layer.indexer_loss(p["attention"], out, shared).mean()
+        if out.indexed is not None:
+            recalled = [recall(layer, out, shared, place, past[layer.ratio])]
+        return streams, shared.after(out), jnp.float32(of_indexer), (load, recalled)
 
-    others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}
-    x, shared, of_indexers, loads = model.embedded(others, tokens), Shared(), jnp.float32(0), []
+    others = {name: ready(x, name) for name, x in learned.items() if name not in ("layers", "head")}
+    x, shared, of_indexers, loads, recalls = model.embedded(others, tokens), Shared(), jnp.float32(0), [], []
     for i, p in enumerate(learned["layers"]):
         layer = jax.checkpoint(functools.partial(block, i), policy=policy)
-        x, shared, of_indexer, load = layer(p, x, shared)
+        x, shared, of_indexer, (load, recalled) = layer(p, x, shared)
         of_indexers += of_indexer
         loads.append(load)
-    of_each = optax.softmax_cross_entropy_with_integer_labels(model.logits(others, x), following)
-    of_tokens = jnp.where(has_following, of_each, 0).sum() / (b * (s - 1))
-    return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads))
+        recalls += recalled
+    weights = has_following / jnp.maximum(count, 1)
+    of_tokens = head.loss(model.last(others, x), learned["head"], following, weights)
+    return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads), jnp.array(recalls), length)
+
+
+def positions(documents: jax.Array) -> jax.Array:
+    """int32 `[b, s]`: the position of each token in its document."""
+    span = Span.compressed_segments(documents, 1)
+    return span.stop - span.start - 1
+
+
+def past_entries(documents: jax.Array | None, place: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the end of the entries that are past for each token, int32 `[b, s]` each."""
+    if documents is None:
+        return jnp.zeros_like(place), (place + 1) // ratio
+    span = Span.compressed_segments(documents, ratio)
+    return span.start, span.stop
 
 
 class Trainer:
-    """A model, an optimizer and one jitted step over the mesh around it."""
+    """A model, an optimizer and one jitted step over the mesh around it.
 
-    def __init__(self, model: Model, mesh: Mesh, steps: int, rate: float, remat: str, speed: float = 1e-3) -> None:
-        self.model, self.mesh = model, mesh
+    only: the parameters that learn are those whose path, such as "layers/3/attention/sink", has a part that this
+      regular expression matches. The others stay, and have no moments. "routing" stands for the routers' biases.
+    rank: of an adapter (lora.py), which then learns in the place of matrices; the parameters beside it are given to
+      every step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        steps: int,
+        rate: float,
+        remat: str,
+        speed: float = 1e-3,
+        only: str = "",
+        rank: int | None = None,
+    ) -> None:
+        self.model, self.mesh, self.only, self.rank = model, mesh, only, rank
         warmup = max(steps // 10, 1)
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(steps, warmup + 1))
-        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+        adamw = optax.adamw(schedule, weight_decay=0.1)
+        if rank:
+            learns, speed = jax.tree.map(lambda _: True, jax.eval_shape(self.adapter)), 0
+        else:
+            learns, speed = learning(model, only), speed if re.search(only, "routing") else 0
+            adamw = optax.masked(adamw, learns) if only else adamw
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
         dtype, policy = common.compute_dtype(), POLICIES[remat]
 
-        def step(state: State, tokens: jax.Array) -> tuple[State, Any]:
-            gradient = jax.grad(functools.partial(losses, model, dtype, policy), has_aux=True)
-            gradient, (of_tokens, of_indexers, loads) = gradient(state.learned, state.fixed, tokens)
+        def step(state: State, batch: Row, beside: Any = None) -> tuple[State, Step]:
+            def loss(learned: Any, *others: Any) -> tuple[jax.Array, Any]:
+                whole = learned if beside is None else lora.beside(beside, learned)
+                return losses(model, dtype, policy, whole, *others)
+
+            gradient = jax.grad(loss, has_aux=True)
+            gradient, (of_tokens, of_indexers, loads, recalls, length) = gradient(state.learned, state.fixed, *batch)
+            gradient = jax.tree.map(lambda x, learns: x if learns else jnp.zeros_like(x), gradient, learns)
             updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
             routing = [  # a bias rises where an expert has fewer tokens than the mean
                 r if r.ndim == 2 else r + speed * jnp.sign(load.mean() - load)
                 for r, load in zip(state.fixed["routing"], loads, strict=True)
             ]
             fixed = {**state.fixed, "routing": routing}
-            return State(optax.apply_updates(state.learned, updates), fixed, moments), (of_tokens, of_indexers)
+            load = loads.max(1) / loads.mean(1)
+            numbers = Step(of_tokens, of_indexers, optax.tree.norm(gradient), load, recalls, length)
+            return State(optax.apply_updates(state.learned, updates), fixed, moments), numbers
 
-        self.step = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings(), None))
+        everywhere = NamedSharding(mesh, P())
+        self.step = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings(), everywhere))
 
     def begin(self, params: dict[str, Any]) -> State:
-        def state(params: dict[str, Any]) -> State:
-            fixed = {name: params[name] for name in FIXED if name in params}
-            learned = {name: x for name, x in params.items() if name not in fixed}
-            learned = jax.tree.map(lambda x: x.astype(jnp.float32), learned)
-            return State(learned, fixed, self.optimizer.init(learned))
+        return jax.jit(self.state, out_shardings=self.shardings())(params)
 
-        return jax.jit(state, out_shardings=self.shardings())(params)
+    def state(self, params: dict[str, Any]) -> State:
+        fixed = {name: params[name] for name in FIXED if name in params}
+        learned = self.adapter() if self.rank else jax.tree.map(lambda x: x.astype(jnp.float32), learnable(params))
+        return State(learned, fixed, self.optimizer.init(learned))
+
+    def adapter(self) -> lora.Adapter:
+        return lora.init(self.model, self.rank, self.only)
+
+    def shapes(self) -> State:
+        """The shapes of a state, and where its parts lie."""
+        params = jax.eval_shape(lambda: self.model.init(jax.random.key(0), jnp.float32))
+        return jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            jax.eval_shape(self.state, params),
+            self.shardings(),
+        )
 
     @functools.cache  # noqa: B019
     def shardings(self) -> State:
@@ -138,6 +222,9 @@ class Trainer:
         fixed = {name: specs.pop(name) for name in FIXED if name in specs}
         fixed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), fixed)
         shapes = {name: shapes[name] for name in specs}
+        if self.rank:
+            shapes = jax.eval_shape(self.adapter)
+            specs = jax.tree.map(lambda _: P(), shapes)
 
         def sharding(spec: P, x: jax.ShapeDtypeStruct) -> NamedSharding:
             axes = [*spec, *[None] * (x.ndim - len(spec))]
@@ -150,55 +237,38 @@ class Trainer:
         learned = jax.tree.map(sharding, specs, shapes)
         moments = optax.tree.map_params(
             self.optimizer,
-            lambda _, sharding: sharding,
+            lambda x, sharding: x if is_masked(x) else sharding,
             jax.eval_shape(self.optimizer.init, shapes),
             learned,
             transform_non_params=lambda _: NamedSharding(self.mesh, P()),
+            is_leaf=is_masked,
         )
         return State(learned, fixed, moments)
 
 
-def flops(model: Model, s: int) -> float:
-    """Counts a token's flop in a step: three times the forward pass's, without what the backward pass computes anew."""
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    total = 2 * model.hidden * model.vocabulary
-    for layer, p in zip(model.layers, shapes["layers"], strict=True):
-        sizes = jax.tree_util.tree_leaves_with_path(p)
-        routed = sum(x.size for path, x in sizes if path[-1].key in ("w13", "w2"))
-        rest = sum(x.size for path, x in sizes if x.ndim > 1 and path[-1].key not in ("w13", "w2", "ape"))
-        past = s / 2 / layer.ratio if layer.ratio else 0  # entries before a token, on average
-        seen = min(layer.window, s / 2) + (min(past, layer.indexer.topk) if layer.indexer else past)
-        total += 2 * (rest + routed * model.chosen / model.experts) + 4 * layer.heads * layer.d * seen
-        total += 2 * layer.indexer.heads * layer.indexer.d * past if layer.indexer else 0
-    return 3 * total
-
-
-def tokens_in(path: str, vocabulary: int, s: int) -> np.ndarray:
-    """The tokens `[n]` of a .npy file, mapped into memory.
+def learning(model: Model, only: str) -> Any:
+    """True for each parameter that learns, in the tree of those that may.
 
     Raises:
-      ValueError: the file has no line of integers, fewer than s of them, or one that is not in the vocabulary.
+      ValueError: none does.
     """
-    try:
-        whole = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as e:
-        raise ValueError(f"{path}: got no array of NumPy, wanted tokens: {e}") from None
-    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.dtype.kind not in "iu":
-        got = f"{whole.dtype}{list(whole.shape)}" if isinstance(whole, np.ndarray) else "several arrays"
-        raise ValueError(f"{path}: got {got}, wanted one line of integers")
-    if len(whole) < s:
-        raise ValueError(f"{path}: got {len(whole)} tokens, wanted at least {s}, those of a sequence")
-    for at in range(0, len(whole), MANY):
-        checked_tokens(f"{path}, from token {at} on", whole[at : at + MANY], vocabulary)
-    return whole
+
+    def learns(path: Any, _: Any) -> bool:
+        return bool(re.search(only, jax.tree_util.keystr(path, simple=True, separator="/")))
+
+    found = jax.tree_util.tree_map_with_path(learns, learnable(model.partition()), is_leaf=lambda x: isinstance(x, P))
+    if not any(jax.tree.leaves(found)) and not re.search(only, "routing"):
+        raise ValueError(f'--only: got {only!r}, wanted a part of a path such as "layers/0/attention/sink"')
+    return found
 
 
-def batch(tokens: np.ndarray | None, vocabulary: int, step: int, b: int, s: int) -> np.ndarray:
-    """Tokens `[b, s]` of a step: some of these, or walks in steps of 1 to 4, whose loss is log 4."""
-    random = np.random.default_rng(step)
-    if tokens is None:
-        return (np.cumsum(random.integers(1, 5, (b, s)), 1) % vocabulary).astype(np.int32)
-    return np.stack([tokens[at : at + s] for at in random.integers(0, len(tokens) - s + 1, b)]).astype(np.int32)
+def learnable(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in params.items() if name not in FIXED}
+
+
+def is_masked(x: Any) -> bool:
+    """True in the place of the moments of a parameter that does not learn."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def main(
@@ -217,56 +287,85 @@ def main(
     data: int | None = None,
     until: int | None = None,
     random: str = "v4",
+    seed: int = 0,
+    only: str = "",
+    save: str | None = None,
+    rank: int | None = None,
+    packed: bool = False,
+    adapter: str | None = None,
+    **processes: Any,
 ) -> list[tuple[float, float]]:
-    """Prints losses, tokens/s and MFU, and returns the losses (tokens', indexers') of each step from the first made."""
+    """Prints what steps computed, and returns the losses (tokens', indexers') of each from the first made."""
     for name, x in {"steps": steps, "b": b, "every": every}.items():
         integer(name, x, 1)
     integer("s", s, 2)  # each token but the last of a sequence has one that follows it
     number("rate", rate, 0, 1)
-    model = common.model_of(checkpoint, random=random)
-    learned_from = None if tokens is None else tokens_in(tokens, model.vocabulary, s)
-    with common.mesh_of(tensor, expert, data, context) as mesh:
-        params = common.parameters_of(model, checkpoint, mesh, jnp.float32)
-        trainer = Trainer(model, mesh, steps, rate, remat)
-        state, first = trainer.begin(params), 0
-        del params
-        manager = keep and ocp.CheckpointManager(
-            keep, options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
-        )
-        if manager and manager.latest_step() is not None:
-            first = manager.latest_step() + 1
-            state = manager.restore(first - 1, args=ocp.args.StandardRestore(state))
-        peak = next((x for name, x in PEAK.items() if name in jax.devices()[0].device_kind), None)
-        print(f"mesh {dict(mesh.shape)} of {jax.default_backend()} devices, from step {first} on", flush=True)
-        found, began, done = [], time.perf_counter(), 0
-        for i in range(first, until or steps):
-            x = jax.device_put(batch(learned_from, model.vocabulary, i, b, s), NamedSharding(mesh, P("data")))
-            state, both = trainer.step(state, x)
-            found.append(both)
-            done += 1
-            if i == first:  # without the compilation
-                jax.block_until_ready(both)
-                began, done = time.perf_counter(), 0
-            if manager:
-                manager.save(i, args=ocp.args.StandardSave(state))
-            if i % every == 0 or i == steps - 1:
-                of_tokens, of_indexers = map(float, both)
-                text = f"step {i:4}  loss {of_tokens:.3f}, of indexers {of_indexers:.4f}"
-                if done:
-                    speed = done * b * s / (time.perf_counter() - began)
-                    mfu = f", MFU {speed * flops(model, s) / peak / mesh.size:.1%}" if peak else ""
-                    text += f"; {speed:.0f} tokens/s{mfu}"
-                print(text, flush=True)
-        if manager:
-            manager.wait_until_finished()
-            manager.close()
-    return [tuple(map(float, both)) for both in found]
+    if save is not None and any(Path(save).glob("*.safetensors")):
+        raise ValueError(f"--save: got {save}, which has a checkpoint, wanted another directory")
+    if rank is None and (packed or adapter):
+        raise ValueError("--packed, --adapter: wanted --lora, too")
+    if packed and save:
+        raise ValueError("--save: got --packed, wanted --adapter: sums with matrices in 4 and 8 bits are not saved")
+    if adapter is not None and (Path(adapter) / lora.FILES[0]).exists():
+        raise ValueError(f"--adapter: got {adapter}, which has one, wanted another directory")
+    with cluster.joined(**processes):
+        model = common.model_of(checkpoint, random=random)
+        rows = rows_of(tokens, model.vocabulary, s, seed)
+        with common.mesh_of(tensor, expert, data, context) as mesh:
+            if jax.process_count() > 1 and mesh.size != jax.device_count():
+                raise ValueError(
+                    f"--tensor, --expert, --context: got a mesh of {mesh.size} devices, wanted all {jax.device_count()}"
+                    f" of {jax.process_count()} processes in it"
+                )
+            if b % mesh.shape["data"]:
+                raise ValueError(
+                    f"b: got {b}, wanted a multiple of {mesh.shape['data']}, over which data shares it out"
+                )
+            batches = Batches(rows, b, NamedSharding(mesh, P("data")), seed)
+            trainer, states = (
+                Trainer(model, mesh, steps, rate, remat, only=only, rank=rank),
+                States(keep, every, batches.described()),
+            )
+            params = beside = None
+            if (last := states.last()) is None or rank:
+                dtype = common.compute_dtype() if rank else jnp.float32
+                params = common.parameters_of(model, checkpoint, mesh, dtype, packed, fused=False)
+                beside = learnable(params) if rank else None
+            if last is None:
+                first, state = 0, trainer.begin(params)
+            else:
+                first, state = last + 1, states.restore(last, trainer.shapes())
+            del params
+            log = Log(model, mesh.size, b * s, every, keep, first, steps - 1)
+            log.say(f"mesh {dict(mesh.shape)} of {jax.default_backend()} devices, from step {first} on")
+            end = until or steps
+            for i, own in enumerate(batches.between(first, end), first):
+                state, numbers = trainer.step(state, batches.on_devices(own), beside)
+                log.add(i, own, numbers)
+                if states.wants(i, is_last=i == end - 1):
+                    log.look()  # no state is kept of a loss that is no number
+                    states.save(i, state)
+            log.look()
+            states.close()
+            if adapter is not None:
+                lora.save(model, state.learned, adapter, checkpoint)
+            if save is not None:
+                learned = lora.applied(beside, state.learned) if rank else state.learned
+                saving.save(model, learned | state.fixed, save, checkpoint, common.compute_dtype())
+    return [(float(x.loss), float(x.of_indexers)) for x in log.found]
 
 
 def arguments() -> dict:
     parser = common.parser(__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", help="a .npy file of tokens in one row; by default walks that can be learned")
-    parser.add_argument("--keep", help="a directory for states; a program that finds one there goes on with it")
+    parser.add_argument(
+        "--tokens",
+        help="a directory of shards (examples.deepseek_v4.data), or a .npy file of tokens in one row; by default walks "
+        "that can be learned",
+    )
+    parser.add_argument(
+        "--keep",
+        help="a directory for states and metrics.jsonl; a program that finds states there goes on with the last",
+    )
     parser.add_argument(
         "--remat", choices=POLICIES, default="but-attention", help="what the backward pass computes anew"
     )
@@ -281,6 +380,21 @@ def arguments() -> dict:
     ):
         parser.add_argument(f"--{name}", type=common.at_least(1), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--rate", type=float, default=3e-3, help="the greatest learning rate (default: 0.003)")
+    parser.add_argument("--seed", type=common.at_least(0), default=0, help="of the order of rows (default: 0)")
+    parser.add_argument("--only", default="", help="what learns: parameters whose path it matches (default: all)")
+    parser.add_argument("--save", help="a directory for the checkpoint that was made, at the end")
+    parser.add_argument(
+        "--lora",
+        dest="rank",
+        metavar="RANK",
+        type=common.at_least(1),
+        help="the rank of additions to attention's matrices, which learn alone; --only says to which (default: all)",
+    )
+    parser.add_argument(
+        "--packed", action="store_true", help="with --lora: a checkpoint's FP4 and FP8 stay so in memory"
+    )
+    parser.add_argument("--adapter", help="with --lora: a directory for the additions as PEFT has them, at the end")
+    cluster.options(parser)
     return vars(parser.parse_args())
 
 

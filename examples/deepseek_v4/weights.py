@@ -196,13 +196,15 @@ def load(
     mesh: Mesh | None = None,
     progress: Callable[[str], None] = lambda text: None,
     packed: bool = False,
+    fused: bool = True,
 ) -> dict[str, Any]:
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
     in; with packed=True they stay in 4 or 8 bits: as `Packed`, or, routed experts in MXFP4 that no device has a part
-    of, laid out for `fused_moe`, and attention's projections as `from_state_dict` packs them. Layers for drafts are
-    left out of a `Model`, and what reads pictures. Engrams take words from tokenizer.json.
+    of, laid out for `fused_moe`, and attention's projections as `from_state_dict` packs them. Neither has a gradient,
+    and fused=False makes no use of `fused_moe`. Layers for drafts are left out of a `Model`, and what reads pictures.
+    Engrams take words from tokenizer.json.
 
     Raises:
       FileNotFoundError: there are no such files, or one that the index names is not there.
@@ -258,7 +260,7 @@ def load(
 
             return jax.tree.map(joined, *parts)
 
-        if packed and fits_fused_moe(checkpoint, names, block) and is_whole(spec, mesh):
+        if packed and fused and fits_fused_moe(checkpoint, names, block) and is_whole(spec, mesh):
             return experts(sharding(P(spec[0])))
         if packed and block and STAY.match(names.flat[0]):
             return Packed(*put((*names.shape, *of_tensor), sharding(in_file(spec, axes)), piece), axes)

@@ -1,5 +1,7 @@
 """The allocator of a cache's pages: on the host, an integer for each page."""
 
+from typing import Any
+
 import numpy as np
 
 
@@ -16,7 +18,8 @@ class Pages:
         self.counts = np.zeros(places, np.int32)
         """pages of each place"""
 
-    def needed(self, tokens: int) -> int:
+    def needed(self, tokens: Any) -> Any:
+        """Counts the pages of so many tokens, an int or an array of them."""
         return -(-tokens // self.page)
 
     @property
@@ -51,9 +54,9 @@ class Pages:
         self.table[place, : self.counts[place]] = -1
         self.counts[place] = 0
 
-    def holding(self, start: np.ndarray, tokens: int) -> np.ndarray:
-        """int32 `[places, n]`: the pages of so many tokens from position `start` `[places]` on; -1 where none is."""
+    def holding(self, places: np.ndarray, start: np.ndarray, tokens: int) -> np.ndarray:
+        """int32 `[k, n]`: the pages of so many tokens of places `[k]` from position `start` `[k]` on; -1: none is."""
         n = -(-(tokens - 1) // self.page) + 1  # tokens may begin anywhere in a page
         which = start[:, None] // self.page + np.arange(n)
-        found = np.take_along_axis(self.table, np.minimum(which, self.table.shape[1] - 1), 1)
+        found = self.table[places[:, None], np.minimum(which, self.table.shape[1] - 1)]
         return np.where(which < self.table.shape[1], found, -1)

@@ -38,5 +38,6 @@ def among_likeliest(scores: jax.Array, top_p: jax.Array) -> jax.Array:
     p = jax.nn.softmax(scores)
     sorted_p = -jnp.sort(-p)
     before = jnp.cumsum(sorted_p, -1) - sorted_p
+    top_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)  # in float32 less is 0, which leaves no token
     least = jnp.where(before < top_p[:, None, None], sorted_p, jnp.inf).min(-1, keepdims=True)
     return jnp.where(p >= least, scores, -jnp.inf)

@@ -1,7 +1,7 @@
 """A server of requests in the places of a batch, over pages of caches, without a thread or a socket of its own.
 
-A batch has places. The server reads a new request in chunks, for all places at once that have something to read. Then a
-place says a token in each step, until it has said enough, and goes to the next request. While some read and others say,
+A batch has places. The server reads new requests in chunks, some places at once, those that came first. Then a place
+says a token in each step, until it has said enough, and goes to the next request. While some read and others say,
 chunks and steps take turns. Caches are updated in place and never cleared: the entries of a former request are at
 positions that the new one does not see.
 
@@ -13,6 +13,11 @@ alike (as with a system prompt): the pages of this beginning are read once and b
 With drafts a step takes several tokens of a place, which the model reads at once. The place says those that it would
 have said, and the token after them. The others are taken back, by a smaller length in the next step.
 
+The device keeps the last token of each place, and how many it has read (calls.py). So the next call begins before the
+host has heard what the last one said, and tokens become text while the device works. A token after one that ends its
+request is then said in vain, and dropped. The host waits for what was said where it must know: for drafts that it looks
+up, and where pages are short.
+
 The host's work for a call grows with the tokens that are new in it, and with nothing else: not with the lengths of
 contexts, not with the requests that have come. What places have in common is an array with a number for each.
 """
@@ -21,36 +26,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha.layers import STEP_OPTIONS
-
+from .calls import Call, Flight, Programs
 from .lookup import Lookup
 from .pages import Pages
 from .request import Request, TooLong, checked_tokens, integer
-from .sampling import choose
-
-
-class Call(NamedTuple):
-    """The arrays that a chunk or a step gets from the host, for each place. Length 0 is a place that takes no part."""
-
-    tokens: np.ndarray
-    """int32 `[places, s]`: those that are new"""
-    start: np.ndarray
-    """int32 `[places]`: the position of the first of them"""
-    lengths: np.ndarray
-    """int32 `[places]`: tokens with them"""
-    pages: np.ndarray
-    """int32 `[places, n]`: the pages of the new tokens, from that of the first on"""
-    temperature: np.ndarray
-    top_p: np.ndarray
-    """float32 `[places]`"""
-    seed: np.ndarray
-    """uint32 `[places]`"""
 
 
 class Server:
@@ -58,11 +42,12 @@ class Server:
 
     Args:
       model: has `vocabulary`; `cache(b, room, dtype, block_table=, page_tokens=, pages=, steps=)`, which makes caches
-        with `with_block_table(table)` and `fork(source, target)`; `read` and `steps`, from (parameters, tokens
-        `[b, s]`, caches, start `[b]`, lengths `[b]`) to logits `[b, vocabulary]` of the last tokens, or
-        `[b, s, vocabulary]` of all, and new caches; and a call from (parameters, tokens) to logits. A model that
-        drafts has `block`, too, and `propose`: see examples/deepseek_v4/drafts.py.
+        with `with_block_table(table)`, `fork(source, target)`, `take(places)` and `put(places, taken)`; `read` and
+        `steps`, from (parameters, tokens `[b, s]`, caches, start `[b]`, lengths `[b]`) to logits `[b, vocabulary]` of
+        the last tokens, or `[b, s, vocabulary]` of all, and new caches; and a call from (parameters, tokens) to logits.
+        A model that drafts has `block`, too, and `propose`: see examples/deepseek_v4/drafts.py.
       chunk: tokens of a prompt that are read at once.
+      readers: prompts that are read at once, at most.
       beginning: tokens with which all requests begin, whose whole pages are read once. One more place reads them, and
         is idle from then on.
       speculate: drafts of a place in a step, at most: the model's own, or what came after the same tokens before in
@@ -88,14 +73,17 @@ class Server:
         speculate: int = 0,
         seed: int = 0,
         progress: Callable[[str], None] = lambda text: None,
+        readers: int = 1,
     ) -> None:
-        for name, size in {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages}.items():
+        sizes = {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages, "readers": readers}
+        for name, size in sizes.items():
             integer(name, size, 1)
         integer("speculate", speculate, 0)
         self.parameters, self.room, self.chunk, self.vocabulary = parameters, room, chunk, model.vocabulary
-        self.own_drafts = speculate > 0 and hasattr(model, "propose")
-        self.ahead = 1 + (min(speculate, model.block) if self.own_drafts else speculate)
+        own_drafts = speculate > 0 and hasattr(model, "propose")
+        self.ahead = 1 + (min(speculate, model.block) if own_drafts else speculate)
         """tokens of a step, at most"""
+        self.readers = min(readers, places)
         self.longest = min(room, pages * page)
         """tokens of a request, at most"""
         whole = len(beginning) // page * page
@@ -111,75 +99,43 @@ class Server:
         self.has_gone = self.has_begun = self.was_chunk = False
         self.came = self.put_back = self.steps = self.drafted = self.accepted = 0
         self.seeds, self.progress = np.random.default_rng(seed), progress
+        self.flight: Flight | None = None
+        """the call that the host has not heard of"""
 
         # Arrays with a number for each place, 0 where it is free.
-        self.cached, self.count = _none(b), _none(b)
-        """tokens that the caches hold; tokens that there are"""
-        self.left, self.last = _none(b), _none(b)
-        """how many tokens are still to be said; the last token"""
+        self.read, self.goal = _none(b), _none(b)
+        """tokens that chunks have read, or are about to; how many there are for them"""
+        self.count, self.total = _none(b), _none(b)
+        """tokens that the host knows; how many there will be, at most"""
+        self.flying = _none(b)
+        """tokens that the call in flight says, at most; if any, then at least one"""
         self.since = _none(b)
         """the number of its request among all that got a place"""
         self.temperature, self.top_p = np.zeros((2, b), np.float32)
         self.seed = np.zeros(b, np.uint32)
-        self.offered, self.proposed = _none(b), np.zeros((b, self.ahead - 1), np.int32)
-        """how many drafts of the model's own follow the last token, and which"""
-        self.lookups: list[Lookup | None] = [None] * b
-        """other drafts"""
+        self.lookup = Lookup(b, room) if self.ahead > 1 and not own_drafts else None
+        """other drafts than the model's own"""
 
-        table = np.full_like(self.pages.table, -1)
-        caches = model.cache(b, room, dtype, block_table=table, page_tokens=page, pages=pages, steps=self.ahead)
-        table = jnp.asarray(table)
-        if not jax.sharding.get_abstract_mesh().empty:
-            table = jax.device_put(table, jax.sharding.PartitionSpec())
-        where = jax.tree.map(lambda x: x.sharding, (table, caches))
-        # Both stay where they are, and are bound to it: programs for what is not would be compiled again for results.
-        self.table, self.caches = jax.device_put((table, caches), where)
-
-        def with_pages(state: Any, call: Call) -> Any:
-            """The table and the caches with the pages of new tokens in it."""
-            table, caches = state
-            which = call.start[:, None] // page + jnp.arange(call.pages.shape[1])
-            which = jnp.where((call.lengths > 0)[:, None] & (call.pages >= 0), which, table.shape[1])
-            table = table.at[jnp.arange(b)[:, None], which].set(call.pages, mode="drop")
-            return table, caches.with_block_table(table)
-
-        def read(parameters: Any, state: Any, call: Call) -> Any:
-            table, caches = with_pages(state, call)
-            logits, caches = model.read(parameters, call.tokens, caches, call.start, call.lengths)
-            return choose(logits[:, None], call.lengths[:, None], *call[-3:]), (table, caches)
-
-        def say(parameters: Any, state: Any, call: Call) -> Any:
-            table, caches = with_pages(state, call)
-            tokens, start, lengths = call[:3]
-            logits, caches = model.steps(parameters, tokens, caches, start, lengths)
-            chosen = choose(logits, start[:, None] + jnp.arange(1, self.ahead + 1), *call[-3:])
-            if self.own_drafts:
-                right = accepted(tokens, start, lengths, chosen)
-                last = jnp.take_along_axis(chosen, right[:, None], 1)[:, 0]
-                n = jnp.where(lengths > 0, start + 1 + right, 0)
-                proposed, caches = model.propose(parameters, last, caches, n)
-                chosen = jnp.concatenate([chosen, proposed], 1)
-            return chosen, (table, caches)
-
-        def begin(state: Any, place: int) -> Any:
-            table, caches = state
-            return table.at[place].set(table[places]), caches.fork(places, place)
-
-        self._read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
-        self._say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)
-        self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
+        cache = {"page_tokens": page, "pages": pages, "steps": self.ahead}
+        caches = model.cache(b, room, dtype, block_table=np.full_like(self.pages.table, -1), **cache)
+        self.programs = Programs(model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts)
+        self.state = self.programs.state
         self._alone = jax.jit(lambda parameters, tokens: model(parameters, tokens)[0].argmax(-1))
+
+    @property
+    def caches(self) -> Any:
+        return self.state.caches
 
     # ---- what others call
 
     def compile(self) -> None:
         """Calls all programs once, with every place idle, and reads the beginning of all requests."""
         of_step = f"steps of {self.ahead} {'token' if self.ahead == 1 else 'tokens'}"
-        programs = [(f"chunks of {self.chunk} tokens", self._read, self.chunk), (of_step, self._say, self.ahead)]
-        for what, f, s in programs:
+        what_reads = f"chunks of {self.chunk} tokens"
+        for what, is_step in ((what_reads, False), (of_step, True)):
             self.progress(f"compiling the program for {what}")
-            began, nobody = time.perf_counter(), _none(len(self.places))
-            self._run(f, self._call(np.zeros((len(nobody), s), np.int32), nobody))
+            began, nobody = time.perf_counter(), np.zeros(len(self.places), bool)
+            jax.block_until_ready(self._run(is_step, self._step(nobody) if is_step else self._chunk(nobody)))
             self.progress(f"compiled it in {time.perf_counter() - began:.1f} s")
         self._read_beginning()
         if len(self.beginning):
@@ -217,21 +173,20 @@ class Server:
         request.gone = self.has_gone = True
 
     def work(self) -> list[Request]:
-        """Makes one call, a chunk for the places that read or a step for those that say.
+        """Begins a call, a chunk for places that read or a step for those that say, and hears what the last one said.
 
-        Returns the requests that it ended. One whose `heard` raised has this as its `error`, and no other request knows
-        of it. What the call itself raises is raised: then caches are lost, and the server with them.
+        Returns the requests that have ended. One whose `heard` raised has this as its `error`, and no other request
+        knows of it. What a call itself raises is raised: then caches are lost, and the server with them.
         """
         self._read_beginning()
         self._forget_gone()
         self._admit()
-        reads, says = self.count - self.cached > 1, self.count - self.cached == 1
+        ended = self._land() if self.lookup or self._is_short() else []
+        reads, says = self._turns()
         self.was_chunk = bool(reads.any() and not (self.was_chunk and says.any()))
         call = self._chunk(reads) if self.was_chunk else self._step(says)
-        if not call.lengths.any():
-            return []
-        chosen = self._run(self._read if self.was_chunk else self._say, call)
-        return self._heard_of_chunk(call, chosen) if self.was_chunk else self._heard_of_step(call, chosen)
+        new = self._begun(call) if call.most.any() else None
+        return ended + self._land(new)
 
     def alone(self, request: Request) -> np.ndarray:
         """The likeliest token after each said one, with the request read whole and without a cache."""
@@ -248,9 +203,8 @@ class Server:
             self.progress(f"reading the {n} tokens with which all requests begin")
             self._take(spare, Request(self.beginning, 1))
             self.pages.grow(spare, n)
-            for start in range(0, n, self.chunk):
-                self.cached[spare] = start
-                self._run(self._read, self._chunk(np.arange(len(self.places)) == spare))
+            while self.read[spare] < n:
+                self._run(False, self._chunk(np.arange(len(self.places)) == spare))
             self._clear(spare)
         self.has_begun = True
 
@@ -275,27 +229,31 @@ class Server:
                 self._take(i, self.waiting.popleft())
                 if len(self.beginning):
                     self._begin_as_all(i)
-                    self.cached[i] = len(self.beginning)
+                    self.read[i] = len(self.beginning)
+                    if self.lookup:
+                        self.lookup.read(i, self.beginning)
 
     def _begin_as_all(self, place: int) -> None:
-        self.table, self.caches = self._begin((self.table, self.caches), place)
+        self.state = self.programs.begin(self.state, place)
 
     def _take(self, place: int, request: Request) -> None:
         self.came += 1
-        self.places[place], self.count[place], self.since[place] = request, len(request), self.came
-        self.left[place], self.last[place] = request.wanted - len(request.said), request.part(len(request) - 1)[0]
+        self.places[place], self.since[place] = request, self.came
+        self.goal[place] = self.count[place] = len(request)
+        self.total[place] = len(request.prompt) + request.wanted
         self.temperature[place], self.top_p[place] = request.temperature, request.top_p
         self.seed[place] = np.random.SeedSequence((request.seed or 0) % 2**64).generate_state(1)[0]
-        self.lookups[place] = Lookup() if self.ahead > 1 and not self.own_drafts else None
 
     def _leave(self, place: int) -> None:
         self.pages.leave(place)
         self._clear(place)
 
     def _clear(self, place: int) -> None:
-        self.places[place] = self.lookups[place] = None
-        for numbers in (self.cached, self.count, self.left, self.last, self.since, self.temperature, self.offered):
+        self.places[place] = None
+        for numbers in (self.read, self.goal, self.count, self.total, self.flying, self.since, self.temperature):
             numbers[place] = 0
+        if self.lookup:
+            self.lookup.clear(place)
 
     def _grow(self, place: int, tokens: int) -> None:
         """Gives a place pages for this many tokens. While there are none, the last request that came waits again."""
@@ -307,101 +265,97 @@ class Server:
 
     # ---- the two kinds of calls
 
-    def _chunk(self, reads: np.ndarray) -> Call:
-        """The next tokens of the places that read."""
-        tokens = np.zeros((len(reads), self.chunk), np.int32)
-        lengths = np.where(reads, np.minimum(self.count, self.cached + self.chunk), 0)
-        for i in np.flatnonzero(reads).tolist():
-            new = self.places[i].part(self.cached[i], lengths[i])
-            tokens[i, : len(new)] = new
-            self._learn(i, lengths[i])
-        return self._call(tokens, lengths)
+    def _turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """The places that have something to read, and those that have something to say, bool `[places]`."""
+        has_read = self.read == self.goal
+        return ~has_read, has_read & (self.count + (self.flying > 0) < self.total)
 
-    def _heard_of_chunk(self, call: Call, chosen: np.ndarray) -> list[Request]:
-        """Counts what was read, and hands out the first token of the places that have read all."""
-        self.cached = np.where(call.lengths > 0, call.lengths, self.cached)
-        return self._heard((call.lengths > 0) & (self.cached == self.count), chosen, _none(len(chosen)))
+    def _most(self, drafts: np.ndarray | int) -> np.ndarray:
+        """int32 `[places]`: tokens that caches hold after a step, at most. A request's last one comes after them."""
+        return np.minimum(self.count + self.flying + drafts, self.total - 1)
+
+    def _is_short(self) -> bool:
+        """True if there may be too few pages for the next step: whoever gives his back then has to be known whole."""
+        more = self.pages.needed(self._most(self.ahead - 1)) - self.pages.counts
+        return bool(more[self._turns()[1]].clip(0).sum() > len(self.pages.free))
+
+    def _chunk(self, reads: np.ndarray) -> Call:
+        """The next tokens of the places that read, as many of them as a call takes: those that came first."""
+        which = np.flatnonzero(reads)
+        which = which[np.argsort(self.since[which])][: self.readers]
+        place, (start, most) = np.full(self.readers, len(reads), np.int32), np.zeros((2, self.readers), np.int32)
+        place[: len(which)], start[: len(which)] = which, self.read[which]
+        self.read[which] = most[: len(which)] = np.minimum(self.goal, self.read + self.chunk)[which]
+        tokens = np.zeros((self.readers, self.chunk), np.int32)
+        for row, (i, first, end) in enumerate(zip(which.tolist(), start.tolist(), most.tolist(), strict=False)):
+            new = self.places[i].part(first, end)
+            tokens[row, : len(new)] = new
+            if self.lookup:
+                self.lookup.read(i, new)
+        return self._call(place, start, most, tokens, self.chunk)
 
     def _step(self, says: np.ndarray) -> Call:
         """The last token of the places that say, and drafts of what follows it."""
         for i in sorted(np.flatnonzero(says & (self.pages.room < self.count)).tolist(), key=self.since.__getitem__):
             self._grow(i, int(self.count[i]))  # those that came first do not wait for later ones
         says = says & (self.count > 0)  # without those that wait again
-        tokens, lengths = np.zeros((len(says), self.ahead), np.int32), np.where(says, self.count, 0)
-        tokens[:, 0] = self.last
-        if self.ahead > 1:
-            tokens[:, 1:], drafts = self._drafts(says)
-            for i in np.flatnonzero(self.pages.room < lengths + drafts).tolist():
-                if not self.pages.grow(i, int(lengths[i] + drafts[i])):
-                    drafts[i] = self.pages.room[i] - lengths[i]
-            lengths = lengths + drafts
-        return self._call(tokens, lengths)
+        drafts, tokens = self.ahead - 1, np.zeros((len(says), 0), np.int32)
+        if self.lookup:
+            tokens, drafts = self.lookup.drafts(np.arange(len(says)), self.ahead - 1)
+        most = np.where(says, self._most(drafts), 0)
+        for i in np.flatnonzero(self.pages.room < most).tolist():
+            if not self.pages.grow(i, int(most[i])):
+                most[i] = self.pages.room[i]
+        # The call in flight may say as many tokens as this one, and the new ones begin after them.
+        return self._call(np.arange(len(says), dtype=np.int32), (self.count - 1).clip(0), most, tokens, 2 * self.ahead)
 
-    def _drafts(self, says: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts int32 `[places, ahead - 1]`, and how many of them each place has and wants."""
-        wanted = np.where(says, np.minimum(self.left, self.ahead) - 1, 0)
-        if self.own_drafts:
-            return self.proposed, np.minimum(wanted, self.offered)
-        drafts, count = np.zeros_like(self.proposed), np.zeros_like(wanted)
-        which = np.flatnonzero(wanted)
-        for i, n, there in zip(which.tolist(), wanted[which].tolist(), self.count[which].tolist(), strict=True):
-            self._learn(i, there)
-            if found := self.lookups[i].drafts(n):
-                drafts[i, : len(found)], count[i] = found, len(found)
-        return drafts, count
+    def _call(self, place: np.ndarray, start: np.ndarray, most: np.ndarray, tokens: np.ndarray, span: int) -> Call:
+        """A call of these rows; span: tokens from `start` on whose pages the device has to know."""
+        of = np.minimum(place, len(self.places) - 1)
+        pages = self.pages.holding(of, start, span)
+        return Call(place, start, most, self.temperature[of], self.top_p[of], self.seed[of], tokens, pages)
 
-    def _learn(self, place: int, count: int) -> None:
-        """Lets drafts be found among the first `count` tokens of a place."""
-        if (lookup := self.lookups[place]) and len(lookup.tokens) < count:
-            lookup.extend(self.places[place].part(len(lookup.tokens), count).tolist())
+    def _run(self, is_step: bool, call: Call) -> jax.Array:
+        """Begins a call, and a copy to the host of what it will have found."""
+        f = self.programs.say if is_step else self.programs.read
+        found, self.state = f(self.parameters, self.state, call.packed())
+        found.copy_to_host_async()
+        return found
 
-    def _heard_of_step(self, call: Call, chosen: np.ndarray) -> list[Request]:
-        """Counts what was read, without drafts that were wrong, and hands out the tokens."""
-        speaks, right = call.lengths > 0, accepted(call.tokens, call.start, call.lengths, chosen)
-        self.steps += int(speaks.sum())
-        self.drafted += int((call.lengths - call.start - 1)[speaks].sum())
-        self.accepted += int(right.sum())
-        self.cached = np.where(speaks, call.start + 1 + right, self.cached)
-        if self.own_drafts:
-            self.proposed = chosen[:, self.ahead :][:, : self.ahead - 1]
-            self.offered = np.where(speaks, self.ahead - 1, 0)
-        return self._heard(speaks, chosen, right)
+    def _begun(self, call: Call) -> Flight:
+        takes_part = call.most > 0
+        place = call.place[takes_part]
+        says = np.where(self.was_chunk, call.most[takes_part] == self.goal[place], self.ahead).astype(np.int32)
+        found = self._run(not self.was_chunk, call)
+        return Flight(takes_part, place, self.since[place], says, found, not self.was_chunk)
 
-    def _heard(self, speaks: np.ndarray, chosen: np.ndarray, right: np.ndarray) -> list[Request]:
-        """Hands out the first tokens in rows of `chosen`, `right` and one more. Returns the requests that are done."""
-        self.count = np.where(speaks, self.cached + 1, self.count)
-        self.left = np.where(speaks, self.left - 1 - right, self.left)
-        self.last = np.where(speaks, chosen[np.arange(len(right)), right], self.last)
-        done, which = [], np.flatnonzero(speaks)
-        for i, n, tokens in zip(which.tolist(), (right[which] + 1).tolist(), chosen[which].tolist(), strict=True):
+    def _land(self, new: Flight | None = None) -> list[Request]:
+        """Hands out what the call in flight has said; `new` is in flight then. Returns the requests that are done."""
+        flight, self.flight = self.flight, new
+        self.flying[:] = 0
+        if new:
+            self.flying[new.place] = new.says
+        if flight is None:
+            return []
+        found = np.asarray(flight.found)[flight.rows]
+        is_meant = (flight.since == self.since[flight.place]) & (flight.says > 0)  # others have left their place
+        place, found = flight.place[is_meant], found[is_meant]
+        said, drafted, tokens = found[:, 0], found[:, 1], found[:, 2:]
+        if flight.is_step:
+            self.steps += int((said > 0).sum())
+            self.drafted += int(drafted.sum())
+            self.accepted += int((said - 1).clip(0).sum())
+        self.count[place] += said
+        if self.lookup:
+            self.lookup.add(place, tokens, said)
+        ended = []
+        for i, n, line in zip(place.tolist(), said.tolist(), tokens.tolist(), strict=True):
             request = self.places[i]
-            if request.hears(tokens[:n]):
-                done.append(request)
+            if request.hears(line[:n]):
+                ended.append(request)
                 self._leave(i)
-            elif (lookup := self.lookups[i]) and len(lookup.tokens) == len(request) - n:
-                lookup.extend(tokens[:n])
-        return done
-
-    def _call(self, tokens: np.ndarray, lengths: np.ndarray) -> Call:
-        start = np.where(lengths > 0, self.cached, 0)
-        sampling = self.temperature.copy(), self.top_p.copy(), self.seed.copy()  # the call may outlast a change of them
-        return Call(tokens, start, lengths, self.pages.holding(start, tokens.shape[1]), *sampling)
-
-    def _run(self, f: Callable[..., Any], call: Call) -> np.ndarray:
-        chosen, (self.table, self.caches) = f(self.parameters, (self.table, self.caches), call)
-        return np.asarray(chosen)
+        return ended
 
 
 def _none(b: int = 0) -> np.ndarray:
     return np.zeros(b, np.int32)
-
-
-def accepted(tokens: Any, start: Any, lengths: Any, chosen: Any) -> Any:
-    """Counts the drafts of a step that each place would have said, int32 `[places]`: the first that it has chosen, too.
-
-    tokens: int32 `[places, s]`, the last token and its drafts; chosen: what follows each of them, in NumPy or in JAX.
-    """
-    xp = jnp if isinstance(chosen, jax.Array) else np
-    s = tokens.shape[1]
-    is_drafted = xp.arange(1, s) < (lengths - start)[:, None]
-    return xp.cumprod(is_drafted & (tokens[:, 1:] == chosen[:, : s - 1]), 1).sum(1, dtype=xp.int32)

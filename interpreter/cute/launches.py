@@ -14,7 +14,8 @@ from ..machine.decode import Code
 from ..machine.parser import parse
 from ..machine.reductions import BY_HOST
 from ..machine.rules import MANUAL, Rule
-from ..machine.state import Array, Buffer, GlobalMemory, Machine, new_memory
+from ..machine.state import Array, Machine, new_memory
+from ..machine.storage import Buffer, GlobalMemory
 
 
 class Role(Enum):

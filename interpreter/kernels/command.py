@@ -30,7 +30,7 @@ from ..machine import scheduler
 from ..machine.hazards import Fault
 from ..machine.timeline import lines, plot
 from ..orders.verdict import verdict
-from . import cases
+from . import cases, native
 from .launch import Kernel
 from .prepared import Interpreted, Prepared
 
@@ -81,9 +81,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        kernel = Kernel.of(find(args.kernel))
-    except LookupError as e:
+        variant = find(args.kernel)
+        native.library()
+    except (LookupError, native.NoLibrary) as e:
         parser().error(str(e))
+    kernel = Kernel.of(variant)
     if args.ptx is not None:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
     if args.time or args.account:

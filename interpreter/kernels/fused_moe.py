@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from jax_dsv4_fmha._definitions.experts import GROUP, SLAB, TILE, PackedExperts, pack_experts
+from jax_dsv4_fmha._definitions.experts import SLAB, TILE
+from jax_dsv4_fmha._testing.experts import BF16, LIMIT, Problem, numbers
 from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
 
 from ..machine import scheduler
@@ -19,72 +18,15 @@ from . import native
 from .launch import Edit, Kernel, machine
 from .verdict import Wrong
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
-LIMIT = 3.0  # that some gates reach
-BF16 = ml_dtypes.bfloat16
 PROCESSORS = 2
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Tokens, the experts that they chose, and matrices of these."""
-
-    x: Array  # bfloat16 [tokens, k]
-    chosen: Array  # int32 [tokens, n_chosen]; some of no expert here
-    weights: Array  # float32 [tokens, n_chosen]
-    codes13: Array  # of e2m1, one a number: [e, 2, inner, k]
-    scales13: Array  # powers of two as ue8m0 has them: [e, 2, inner, k / GROUP]
-    codes2: Array  # [e, k, inner]
-    scales2: Array
-
-    @staticmethod
-    def of(rows: list[int], k: int = 256, inner: int = 256, n_chosen: int = 2, scale: int = 122) -> Problem:
-        """Makes a problem of experts with so many rows each; one more choice is of another device."""
-        rng, e = np.random.default_rng(0), len(rows)
-        flat = np.concatenate([np.repeat(np.arange(e), rows), [e]])
-        flat = np.concatenate([flat, np.full(-len(flat) % n_chosen, -1)])
-        chosen = rng.permutation(flat).reshape(-1, n_chosen).astype(np.int32)
-
-        def matrix(*shape: int) -> tuple[Array, Array]:
-            scales = rng.integers(scale - 2, scale + 3, (*shape[:-1], shape[-1] // GROUP), np.uint8)
-            return rng.integers(0, 16, shape, np.uint8), scales
-
-        x = rng.standard_normal((len(chosen), k)).astype(BF16)
-        weights = rng.uniform(0.25, 2, chosen.shape).astype(np.float32)
-        return Problem(x, chosen, weights, *matrix(e, 2, inner, k), *matrix(e, k, inner))
-
-    @property
-    def packed(self) -> tuple[PackedExperts, PackedExperts]:
-        pairs = ((self.codes13, self.scales13), (self.codes2, self.scales2))
-        w13, w2 = (pack_experts(jnp.asarray(c[..., ::2] | c[..., 1::2] << 4), jnp.asarray(s)) for c, s in pairs)
-        return w13, w2
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        (tokens, n_chosen), (e, k, inner) = self.chosen.shape, self.codes2.shape
-        tiles = {"tiles13": 2 * inner // TILE, "slabs13": k // SLAB, "tiles2": k // TILE, "slabs2": inner // SLAB}
-        sizes = {"tokens": tokens, "chosen": n_chosen, "k": k, "inner": inner, "experts": e}
-        return {**sizes, **tiles, "tiles": e + tokens * n_chosen // FEW_ROWS}
-
-    def rows(self) -> dict[int, list[int]]:
-        """The choices of each expert, by their numbers."""
-        flat = self.chosen.ravel()
-        return {e: np.flatnonzero(flat == e).tolist() for e in range(len(self.codes2))}
-
-    def inner_of(self, choice: int) -> Array:
-        """float64: the channels inside of a choice's expert."""
-        e, token = self.chosen.ravel()[choice], choice // self.chosen.shape[1]
-        gate, up = numbers(self.codes13[e], self.scales13[e]) @ self.x[token].astype(np.float64)
-        gate = np.minimum(gate, LIMIT)
-        made: Array = gate * (1 + np.tanh(gate / 2)) / 2 * np.clip(up, -LIMIT, LIMIT) * self.weights.ravel()[choice]
-        return made
-
-
-def numbers(codes: Array, scales: Array) -> Array:
-    """float64: what codes and scales stand for."""
-    values = np.array((*E2M1, *(-v for v in E2M1)))[codes]
-    made: Array = values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), GROUP, -1)
-    return made
+def sizes_of(x: Problem) -> dict[str, int]:
+    """The extents of a launch's operands."""
+    (tokens, n_chosen), (e, k, inner) = x.chosen.shape, x.codes2.shape
+    tiles = {"tiles13": 2 * inner // TILE, "slabs13": k // SLAB, "tiles2": k // TILE, "slabs2": inner // SLAB}
+    sizes = {"tokens": tokens, "chosen": n_chosen, "k": k, "inner": inner, "experts": e}
+    return {**sizes, **tiles, "tiles": e + tokens * n_chosen // FEW_ROWS}
 
 
 @dataclass
@@ -125,11 +67,11 @@ def sort_launched(
         "list": 4 * rows,
         "sorted_weights": 4 * rows,
         "places": 4 * rows,
-        "tiles": 16 * x.sizes["tiles"],
+        "tiles": 16 * sizes_of(x)["tiles"],
         "count": 4,
     }
     at |= {name: memory.add(name, None, size) for name, size in sizes.items()}
-    plan = native.plan_group_rows(x.sizes, tile_m=tile_m, addresses=at)
+    plan = native.plan_group_rows(sizes_of(x), tile_m=tile_m, addresses=at)
     return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
 
 
@@ -182,7 +124,7 @@ def product_launched(
     at = {name: memory.add(name, array) for name, array in arrays.items()}
     at["inner" if variant.gated else "y"] = memory.add("y", None, max(len(listed(x)), 1) * columns * 2)
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n")}
-    plan = native.plan_grouped_product(x.sizes, variant.gated, LIMIT, **tiles, processors=PROCESSORS, addresses=at)
+    plan = native.plan_grouped_product(sizes_of(x), variant.gated, LIMIT, **tiles, processors=PROCESSORS, addresses=at)
     return machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
 
 

@@ -13,7 +13,8 @@ from kernels.packings import ROPE
 
 from ..machine import scheduler
 from ..machine.reductions import add_cleared
-from ..machine.state import Array, GlobalMemory, new_memory
+from ..machine.state import Array, new_memory
+from ..machine.storage import GlobalMemory
 from . import native
 from .launch import Kernel, machine
 from .verdict import Wrong

@@ -19,7 +19,8 @@ from ..machine import scheduler
 from ..machine.copies import TensorMap
 from ..machine.decode import Code
 from ..machine.parser import parse
-from ..machine.state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
+from ..machine.state import GENERIC_PARAM_BASE, Array, Machine, new_memory
+from ..machine.storage import GlobalMemory
 from . import attention, native
 
 BUILD = Path(__file__).parents[2] / "build"

@@ -189,7 +189,7 @@ class NoLibrary(RuntimeError):
 
 def library() -> ctypes.CDLL:
     if (native := host_library.native()) is None:
-        raise NoLibrary("no native library")
+        raise NoLibrary("the native library, which plans launches, is not built here: `make test` builds it")
     return native
 
 

@@ -33,12 +33,12 @@ from .state import (
     Array,
     AsyncOp,
     Cta,
-    GlobalMemory,
     MBarrier,
     Wait,
     Warp,
     lanes_of,
 )
+from .storage import GlobalMemory
 
 SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
 ATOMS = (16, 32)  # bytes that a swizzle moves together

@@ -68,13 +68,14 @@ class Clock:
     well.
 
     Row 2: mbarriers that were made before a fence.mbarrier_init, which a relaxed arrival tells of too. A warp begins
-    with epoch 2, and with 1 there: whoever has that of it knows that it runs.
+    with epoch 2, and with 1 there: whoever has that of it knows that it runs. Row 3: how many products of its warpgroup
+    a warp has waited for; a product has a part for each of four warps, which wait for their own.
     """
 
     __slots__ = ("fenced_ops", "ops", "seen")
 
     def __init__(self, warps: int):
-        self.seen = np.zeros((3, warps), np.int64)
+        self.seen = np.zeros((4, warps), np.int64)
         self.ops = 0  # bit n: asynchronous operation n
         self.fenced_ops = 0
 
@@ -96,13 +97,16 @@ class Clock:
 
     def forget(self, warp: int) -> None:
         """Forgets a warp's own actions, but neither what it was told nor that it runs."""
-        self.seen[:, warp] = 0, 0, 1
+        self.seen[:3, warp] = 0, 0, 1
 
     def fence_proxy(self) -> None:
         np.maximum(self.seen[1], self.seen[0], out=self.seen[1])
         self.fenced_ops |= self.ops
 
     def knows(self, event: Event, fenced: bool = False) -> bool:
+        if event.product is not None:
+            warps, count = event.product
+            return bool((self.seen[3, warps] >= count).all())
         if event.op is not None:
             return bool((self.fenced_ops if fenced else self.ops) >> event.op & 1)
         return bool(self.seen[int(fenced), event.warp] >= event.epoch)
@@ -118,6 +122,7 @@ class Event:
     line: int
     text: str
     atomic: bool = False
+    product: tuple[slice, int] | None = None  # a warpgroup's: its warps that read so, and how many it has with this one
 
     def __str__(self) -> str:
         return f"{self.who} (line {self.line}: {shorten(self.text, 100)})"

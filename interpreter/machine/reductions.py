@@ -14,7 +14,8 @@ import numpy as np
 from .decode import Decoder, Step, instruction
 from .memory import addresses
 from .parser import Instruction
-from .state import LANES, Array, Buffer, GlobalMemory, Warp
+from .state import LANES, Array, Warp
+from .storage import Buffer, GlobalMemory
 
 BY_HOST = 1  # the event
 REDUCED: dict[str, np.dtype[Any]] = {

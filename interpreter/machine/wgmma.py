@@ -21,7 +21,8 @@ from .copies import swizzled
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Misuse, OutOfBounds, Race, Undefined
 from .parser import Instruction
-from .state import FULL, LANES, Array, AsyncOp, Memory, Wait, Warp, lanes_of
+from .state import FULL, LANES, Array, AsyncOp, Wait, Warp, lanes_of
+from .storage import Memory
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
 DTYPES: dict[str, type[np.generic]] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}
@@ -303,8 +304,9 @@ def product(i: Instruction, d: Decoder) -> Step:
             else:
                 x = Descriptor.decode(a)
                 left = fetch(smem, x, 64, depth, bool(majors[0]), dtype)
-                known = smem.shadow.read(op, chunks_of(x, 64, depth, bool(majors[0]))[1], partial=True)
-                defined = rows_known(known, bool(majors[0]))
+                parts_of_a = words_by_warp(x, depth, bool(majors[0]))
+                known = [smem.shadow.read(Part.of(op, r), words, partial=True) for r, words in enumerate(parts_of_a)]
+                defined = np.concatenate([rows_known(part, bool(majors[0])) for part in known])
             x = Descriptor.decode(b)
             right = fetch(smem, x, n, depth, bool(majors[1]), dtype)
             if not smem.shadow.read(op, chunks_of(x, n, depth, bool(majors[1]))[1]).all():
@@ -335,15 +337,45 @@ def product(i: Instruction, d: Decoder) -> Step:
             reader=w.cta.first_stream + min(group.number, 2),
             clock=p.clock,
         )
+        p.op.product = slice(first := w.index - w.number % 4, first + 4), p.place + 1
 
     return step
 
 
+@lru_cache(maxsize=4096)
+def words_by_warp(x: Descriptor, depth: int, mn_major: bool) -> tuple[Array, ...]:
+    """The words of the 16 rows of A that each warp reads."""
+    chunks, _ = chunks_of(x, 64, depth, mn_major)
+    parts = np.split(chunks, 4, axis=1 if mn_major else 0)
+    return tuple((part[..., None] * 4 + np.arange(4)).ravel() for part in parts)
+
+
 def rows_known(known: Array, mn_major: bool) -> Array:
-    """Returns which of A's 64 rows are defined, from its words."""
+    """Returns which of a warp's 16 rows of A are defined, from its words."""
     if mn_major:
-        return np.repeat(np.all(known.reshape(16, 8, 4), 0).ravel(), 2)
-    return np.asarray(known.reshape(64, -1).all(1))
+        return np.repeat(np.all(known.reshape(16, 2, 4), 0).ravel(), 2)
+    return np.asarray(known.reshape(16, -1).all(1))
+
+
+@dataclass
+class Part:
+    """The reads of a product that it makes for one warp: those of its rows of A. All warps read B."""
+
+    clock: Clock
+    proxy: str
+    reader: int
+    number: int  # of its event
+    atomic: bool = False
+
+    @staticmethod
+    def of(op: AsyncOp, rank: int) -> Part:
+        assert op.product is not None
+        warps, count = op.product
+        one = slice(warps.start + rank, warps.start + rank + 1)
+        return Part(op.clock, op.proxy, op.reader, op.new_event((one, count)))
+
+    def event(self) -> int:
+        return self.number
 
 
 @instruction("wgmma.commit_group.sync.aligned")
@@ -376,6 +408,7 @@ def wait(i: Instruction, d: Decoder) -> Step:
         for p in wanted:
             assert p.op is not None
             w.learn(p.op)
+            w.clock.seen[3, w.index] = p.place + 1
             give_back(w, mine.group, p)
         del mine.groups[: len(mine.groups) - keep]
         return None

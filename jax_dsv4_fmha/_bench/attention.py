@@ -351,7 +351,6 @@ SUITES = (
         (
             causal(512, 1, 4096, 128, 1, peers=_BOTH_ORDERS),
             causal(512, 1, 8192, 128, 1),
-            causal(512, 1, 4096, 128, 1, dtype="float16"),
             causal(64, 4, 8192, 16, 16),
             causal(128, 2, 8192, 16, 16, peers=_BOTH_ORDERS),
             dense(128, 2, 8192, 16, 16),

@@ -1,4 +1,4 @@
-"""The suite experts: the experts of a layer of DeepSeek-V4-Flash, from weights in MXFP4."""
+"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, and what stands before them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._definitions.experts import GROUP, pack_experts
 from .._ops.fused_moe import fused_moe
+from .._ops.hyper_connection import hyper_connection
 from .measure import Operands
 from .row import CallRow, Suite
 
@@ -62,4 +63,50 @@ class ExpertsRow(CallRow):
         return fused_moe(**operands, limit=LIMIT)
 
 
-SUITE = Suite("experts", "#7f3f5f", tuple(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)))
+@dataclass(frozen=True, kw_only=True)
+class HyperConnectionRow(CallRow):
+    """The hyper-connections before a sublayer."""
+
+    op = "hyper_connection"
+
+    tokens: int
+    hidden: int = 4096
+
+    @property
+    def name(self) -> str:
+        return f"hyper-connections of {self.tokens} tokens, hidden {self.hidden}"
+
+    @property
+    def flops(self) -> float:
+        """Operations of two products of tf32 for each of float32, which take as long as four of bfloat16."""
+        return 8.0 * self.tokens * 24 * 4 * self.hidden
+
+    @property
+    def bytes(self) -> float:
+        return 4.0 * 24 * 4 * self.hidden + self.tokens * (2.0 * (4 + 1) * 2 * self.hidden + 4 * 44)
+
+    def operands(self, key: jax.Array) -> Operands:
+        keys, t, h = jax.random.split(key, 5), self.tokens, self.hidden
+        return {
+            "x": jax.random.normal(keys[0], (1, t, 4, h), jnp.bfloat16),
+            "y": jax.random.normal(keys[1], (1, t, h), jnp.bfloat16),
+            "post": jax.random.uniform(keys[2], (1, t, 4)),
+            "mix": jax.random.uniform(keys[3], (1, t, 4, 4)) / 2,
+            "fn": jax.random.normal(keys[4], (24, 4 * h)) * (4 * h) ** -0.5,
+            "scale": jnp.ones(3),
+            "base": jnp.zeros(24),
+            "norm": jnp.ones(h),
+        }
+
+    def ours(self, **operands: Any) -> Any:
+        return hyper_connection(**operands)
+
+
+SUITE = Suite(
+    "experts",
+    "#7f3f5f",
+    (
+        *(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(HyperConnectionRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
+    ),
+)

@@ -55,6 +55,8 @@ def check(
         return 2
     if is_list:
         print(*(x.name for x in cases), sep="\n", file=out)
+        if json_path is not None:
+            write_json({"cases": [{"name": x.name, "id": x.id} for x in cases]}, json_path)
         return 0
     bar = Progress(len(cases), progress, out)
     outcomes: list[Outcome] = []

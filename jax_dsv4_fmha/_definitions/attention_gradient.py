@@ -27,8 +27,8 @@ _FP32 = jnp.float32
 def fmha(
     q: Any, k: Any, v: Any, start: Any, stop: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *, scale: float
 ) -> tuple[jax.Array, ...]:
-    """(dq, dk, dv), or (dq, dk + dv) if v is None; float32."""
-    b, _, h_q, d = q.shape
+    """(dq, dk, dv), or (dq, dk + dv) if v is None, where V is as much of a key as do is wide; float32."""
+    (b, _, h_q, d), d_v = q.shape, do.shape[-1]
     s_kv, h_kv = k.shape[1:3]
     tile = min(_KEYS, s_kv) if isinstance(s_kv, int) else _KEYS
     tiles = -(-s_kv // tile)
@@ -52,7 +52,7 @@ def fmha(
         def add(i: Any, carry: Any) -> Any:
             dq, sums = carry
             k, *rest = (lax.dynamic_slice_in_dim(x, i * tile, tile, 2).astype(_FP32) for x in xs)
-            (v,) = rest or (k,)
+            (v,) = rest or (k[..., :d_v],)
             j = (i * tile + jnp.arange(tile, dtype=jnp.int32))[None, None]
             visible = ((start[..., None] <= j) & (j < stop[..., None]))[:, None, :, None]
             s = scale * einsum("bhngd,bhkd->bhngk", q, k)
@@ -61,7 +61,7 @@ def fmha(
             ds = jnp.where(visible, p * (sink_factor[..., None] * dp - delta[..., None]), 0)
             dk = scale * einsum("bhngk,bhngd->bhkd", ds, q)
             dv = einsum("bhngk,bhngd->bhkd", p * sink_factor[..., None], do)
-            parts = (dk + dv,) if len(sums) == 1 else (dk, dv)
+            parts = (_of_both(dk, dv),) if len(sums) == 1 else (dk, dv)
 
             def put(whole: jax.Array, part: jax.Array) -> jax.Array:
                 part += lax.dynamic_slice_in_dim(whole, i * tile, tile, 2)
@@ -83,8 +83,8 @@ def fmha(
 def sparse_fmha(
     q: Any, kv: Any, indices: Any, length: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *, scale: float
 ) -> tuple[jax.Array, ...]:
-    """(dq, dkv); float32."""
-    b, _, h_q, d = q.shape
+    """(dq, dkv); V is as much of a key as do is wide; float32."""
+    (b, _, h_q, d), d_v = q.shape, do.shape[-1]
     s_kv, topk = kv.shape[1], indices.shape[2]
     einsum = _einsum_for(q.dtype)
     clean = jnp.where(jnp.isfinite(kv), kv, 0)
@@ -100,9 +100,10 @@ def sparse_fmha(
         keys = jax.vmap(lambda kv, i: kv[i])(clean, jnp.where(there, indices, 0)).astype(_FP32)
         s = scale * einsum("bnhd,bnkd->bnhk", q, keys)
         p = jnp.where(there[:, :, None], jnp.exp(s - lse[..., None]), 0)
-        dp = einsum("bnhd,bnkd->bnhk", do, keys)
+        dp = einsum("bnhd,bnkd->bnhk", do, keys[..., :d_v])
         ds = jnp.where(there[:, :, None], p * (sink_factor[..., None] * dp - delta[..., None]), 0)
-        parts = scale * einsum("bnhk,bnhd->bnkd", ds, q) + einsum("bnhk,bnhd->bnkd", p * sink_factor[..., None], do)
+        dk = scale * einsum("bnhk,bnhd->bnkd", ds, q)
+        parts = _of_both(dk, einsum("bnhk,bnhd->bnkd", p * sink_factor[..., None], do))
         indices = jnp.where(there, indices, s_kv)
         dkv = jax.vmap(lambda dkv, i, x: dkv.at[i].add(x, mode="drop"))(dkv, indices, parts)
         return dkv, (scale * einsum("bnhk,bnkd->bnhd", ds, keys),)
@@ -111,6 +112,12 @@ def sparse_fmha(
     operands = (q, indices, length, do, lse, sink_factor, delta)
     dkv, (dq,) = scan_queries(block, jnp.zeros_like(kv, _FP32), max(1, _GATHERED // gathered), *operands)
     return dq, dkv
+
+
+def _of_both(dk: jax.Array, dv: jax.Array) -> jax.Array:
+    """The gradient of keys whose first numbers are V too."""
+    more = dk.shape[-1] - dv.shape[-1]
+    return dk + (jnp.pad(dv, (*[(0, 0)] * (dv.ndim - 1), (0, more))) if more else dv)
 
 
 def _einsum_for(dtype: Any) -> Callable[[str, jax.Array, jax.Array], jax.Array]:

@@ -71,7 +71,7 @@ class PackedExperts:
         codes = jnp.stack([_field(words, *field) for field in FIELDS], -2)  # e tile slab | warp g t step | j | half
         codes = codes.reshape(*codes.shape[:7], 2, 2, 2).transpose(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
         scales = self.data[..., CODES:].reshape(*self.data.shape[:3], 4, 8, 2, 2).transpose(0, 1, 3, 5, 4, 2, 6)
-        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(1.0, scales.astype(jnp.int32) - 253))
+        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(jnp.float32(1), scales.astype(jnp.int32) - 253))
         e, tiles = codes.shape[:2]
         x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP)
         x = (x * scales.reshape(e, tiles, 4, 2, 8, -1, 1)).reshape(e, tiles, 4, 2, 8, self.columns)
@@ -176,23 +176,26 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
     kept = jnp.where(scales == 255, 255, kept).astype(jnp.uint8)
     s = in_tiles(kept[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 2).transpose(0, 4, 1, 3, 2, 5)
     data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:2], SLAB_BYTES - CODES)], -1)
-    return data, jnp.ldexp(1.0, above)
+    return data, jnp.ldexp(jnp.float32(1), above)
 
 
 def of_experts(
     x: Array, w13: PackedExperts, w2: PackedExperts, chosen: Array, weights: Array, *, limit: float
 ) -> Array:
-    """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32."""
+    """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32. An expert reaches
+    no token that did not choose it, not even as NaN, nor does it in a gradient.
+    """
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    chosen, weights = chosen.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+    chosen, weights = (a.reshape(-1, a.shape[-1]) for a in (chosen, weights))
 
     def add(y: Array, i: Array) -> tuple[Array, None]:
         one = functools.partial(jax.tree.map, lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1))
-        gate, up = one(w13).unpacked()[0] @ tokens.T
+        mine = (chosen == i).any(-1)
+        gate, up = one(w13).unpacked()[0] @ jnp.where(mine, tokens.T, 0)
         weight = jnp.sum(jnp.where(chosen == i, weights, 0), -1)
         inner = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weight
-        inner = jnp.where(weight != 0, inner, 0).astype(x.dtype).astype(jnp.float32)
-        return y + (one(w2).unpacked()[0] @ inner).T, None
+        inner = jnp.where(mine, inner, 0).astype(x.dtype).astype(jnp.float32)
+        return y + jnp.where(mine, one(w2).unpacked()[0] @ inner, 0).T, None
 
     y, _ = jax.lax.scan(add, jnp.zeros_like(tokens), jnp.arange(w13.experts))
     return y.reshape(x.shape).astype(x.dtype)

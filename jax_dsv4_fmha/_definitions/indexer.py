@@ -284,7 +284,7 @@ def scores_at_gradient(q: jax.Array, k: jax.Array, weights: jax.Array, indices: 
 
     def block(dk: jax.Array, q: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Any:
         keys, there = _named(k32, indices)
-        q32 = q.astype(_FP32)
+        q32 = _of_rows(q, there)
         s = _einsum("bnhd,bntd->bnht", q32, keys)
         di = jnp.where(there, di, 0)
         ds = jnp.where(s > 0, weights[..., None] * di[:, :, None], 0)
@@ -356,7 +356,7 @@ def dense_loss_gradient(
         q, weights = rows[:2]
         i, target, visible = both.at(*rows)
         di = divergence_gradient(i, target, visible) * cotangent[..., None]
-        q32 = q.astype(_FP32)
+        q32 = _of_rows(q, visible)
         s = _einsum("bnhd,bsd->bnhs", q32, both.k)
         ds = jnp.where((s > 0) & visible[:, :, None], weights[..., None] * di[:, :, None], 0)
         dweights = _einsum("bnhs,bns->bnh", jnp.where(visible[:, :, None], _relu(s), 0), di)
@@ -420,6 +420,11 @@ def _probabilities(logits: jax.Array, lse: jax.Array, scale: float) -> jax.Array
     """Σ_h exp(scale · logits - lse), from logits `[b, n, h, s]`; a head that saw only its sink adds nothing."""
     lse = lse[..., None]
     return jnp.sum(jnp.where(jnp.isinf(lse), 0, jnp.exp(scale * logits - lse)), 2)
+
+
+def _of_rows(q: jax.Array, seen: jax.Array) -> jax.Array:
+    """q in float32, with 0 in rows that see no entry. They may hold NaN: in a sum over rows it would reach all keys."""
+    return jnp.where(seen.any(-1)[..., None, None], q, 0).astype(_FP32)
 
 
 def _weighted(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _check
+from . import explicit_axes
 from .rounding import packable, straight_through
 
 D = 512
@@ -116,9 +117,10 @@ class Layout:
         codes, scales = self.encode_groups(values.reshape(*batch, self.packed // self.group, self.group))
         rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
         rest = jnp.stack([rest & 255, rest >> 8], -1).astype(jnp.uint8)  # a bitcast keeps its shape, for jax.export
-        padding = jnp.zeros((*batch, self._widths["padding"]), jnp.uint8)
-        fields = {"codes": codes, "plain": rest, "scales": scales, "padding": padding}
-        whole = [fields[name].reshape(*batch, self._widths[name]) for name in self.order]
+        fields = {"codes": codes, "plain": rest, "scales": scales}  # on Explicit axes JAX reshapes no empty array
+        fields = {name: x.reshape(*batch, self._widths[name]) for name, x in fields.items() if self._widths[name]}
+        fields["padding"] = jnp.zeros_like(fields["codes"][..., : self._widths["padding"]])
+        whole = [fields[name] for name in self.order if name in fields]
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -356,9 +358,11 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     wanted = f"bfloat16, float16 or float32[..., n, {how.d}], n >= 1"
     entries = _check.array("quantize_cache", "entries", entries, wanted, fits)
     *batch, n, _ = entries.shape
+    entries = explicit_axes.whole(entries, len(batch), len(batch) + 1)  # of a page
     parts = [x.reshape(*batch, n * x.shape[-1]) for x in how.encode(entries)]
-    padding = jnp.zeros((*batch, how.page_bytes(n) - n * how.entry), jnp.uint8)
-    return jnp.concatenate([*parts, padding], -1)
+    if how.multiple > 1:
+        parts.append(jnp.zeros_like(parts[0][..., : how.page_bytes(n) - n * how.entry]))
+    return jnp.concatenate(parts, -1)
 
 
 def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
@@ -387,6 +391,7 @@ def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
     wanted = f"uint8[..., {how.page_rule}], n >= 1"
     pages = _check.array("dequantize_cache", "pages", pages, wanted, fits)
     *batch, size = pages.shape
+    pages = explicit_axes.whole(pages, len(batch))
     n = how.page_entries(size)
     parts = _cut(pages, tuple(n * width for width in how.parts))
     return how.decode(*(x.reshape(*batch, n, width) for x, width in zip(parts, how.parts, strict=True)))

@@ -19,8 +19,8 @@ from .autodiff import Differentiable, without_gradient
 from .lowering import choose, choose_backward
 from .merge import merged
 from .modes.base import AttentionMode, Gradient, around, defined
-from .op import RESULTS, Arrays, Axes, Call, Halo, Op, Sink
-from .sources import Source, SpanSource
+from .op import RESULTS, RESULTS_OF_D_V, Arrays, Axes, Call, Halo, Op, Sink
+from .sources import Part, Source, SpanSource
 from .tables import BACKWARD, FORWARD
 
 
@@ -51,7 +51,7 @@ def attend(
       names: the caller's names of q and sink.
 
     Returns:
-      o like q, and lse float32 `[b, s_q, h_q]`, without the sink.
+      o like q, or as wide as the sources' V, and lse float32 `[b, s_q, h_q]`, without the sink.
 
     Raises:
       NotImplementedError: "cubin" or a mode that insists on a kernel, and none is built for these sources; or
@@ -60,6 +60,7 @@ def attend(
     found = plan.best(q, sources, modes)
     is_ordered = any(mode.is_batch_invariant for mode in found.inside)
     instead = next(filter(None, (mode.differentiated for mode in found.inside)), None)
+    d_v = next((x.d_v for x in sources if isinstance(x, Part) and x.d_v), None)
     traits: dict[str, Any] = {"batch_invariant": is_ordered} | ({"differentiated": instead} if instead else {})
 
     def run(q: jax.Array, sources: Sequence[Source], sink: jax.Array | None) -> reference.Attention:
@@ -70,10 +71,13 @@ def attend(
         axes = (*(x for source in sources for x in source.axes), *(x for mode in found.inside for x in mode.axes))
         kinds = plan.kinds_of(sources)
         halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
-        attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, **traits)
+        results = RESULTS if d_v is None else RESULTS_OF_D_V
+        attention, its_gradient = _ops(op, names, tree, axes, results, kinds, halo, **traits)
         support = plan.support_of(op, q, sources, found.inside)
         use = choose(op, "cubin" if is_ordered else implementation, support)
-        forward, params = Call(attention, use, (("scale", scale),), support), {"scale": scale}
+        params = {"scale": scale}
+        of_forward = params if d_v is None else params | {"d_v": d_v}
+        forward = Call(attention, use, tuple(of_forward.items()), support)
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32) if sink is None else sink
         if not differentiable or instead:
             o, lse = without_gradient(forward, q, *leaves, sink[None])
@@ -99,6 +103,7 @@ def _ops(
     names: tuple[str, str],
     tree: Any,
     axes: tuple[Axes, ...],
+    results: tuple[Axes, ...],
     kinds: tuple[str, ...],
     halo: Halo | None,
     **traits: Any,
@@ -108,14 +113,15 @@ def _ops(
     def given(operands: Sequence[Any]) -> tuple[Any, Any, Any]:
         return *tree.unflatten(operands[:-1]), operands[-1]
 
-    def definition(q: Any, *operands: Any, scale: float) -> Arrays:
+    # the sources know d_v, which is a parameter for the sizes of results alone
+    def definition(q: Any, *operands: Any, scale: float, d_v: int | None = None) -> Arrays:
         sources, modes, sink = given(operands)
         return defined(_definition, modes)(q, sources, sink, scale=scale)
 
-    def kernel(q: Any, *operands: Any, scale: float) -> Arrays:
+    def kernel(q: Any, *operands: Any, scale: float, d_v: int | None = None) -> Arrays:
         return plan.launch(q, *given(operands)).run(q, scale)
 
-    def launches(q: Any, *operands: Any, scale: float) -> Sequence[str]:
+    def launches(q: Any, *operands: Any, scale: float, d_v: int | None = None) -> Sequence[str]:
         return plan.launch(q, *given(operands)).kernels(q)
 
     def rows(q: Any, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
@@ -145,7 +151,7 @@ def _ops(
 
     operands = (Axes(names[0], "b s_q h_q d"), *axes, Sink(names[1]))
     attention = Op(
-        op, operands, RESULTS, definition, kernel if kinds in FORWARD else None, launches=launches, halo=halo, **traits
+        op, operands, results, definition, kernel if kinds in FORWARD else None, launches=launches, halo=halo, **traits
     )  # fmt: skip
     by_kernel = gradient_by_kernel if kinds in BACKWARD else None
     return attention, gradient(attention, gradient_by_definition, by_kernel, launches_of_gradient)

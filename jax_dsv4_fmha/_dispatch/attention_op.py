@@ -31,7 +31,7 @@ def gradient(
     A sink enters only as sink_factor = exp(lse - logaddexp(lse, sink)), a cotangent of lse only as dlse. Gradients of
     keys come in float32, so that devices can sum them.
     """
-    rows = (*_alike("b s_q h_q d", "o", "do"), *_alike("b s_q h_q", "lse", "sink_factor", "dlse"))
+    rows = (*_alike(op.results[0].axes, "o", "do"), *_alike("b s_q h_q", "lse", "sink_factor", "dlse"))
     gradients = (Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
     results = (*gradients, *_alike("b s_q h_q", "rowsum"))
     operands = (*op.operands[:-1], *rows)

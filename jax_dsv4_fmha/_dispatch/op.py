@@ -77,6 +77,9 @@ ONE_OR_B = "b*"
 RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 """The results of attention."""
 
+RESULTS_OF_D_V = (Axes("o", "b s_q h_q d_v"), RESULTS[1])
+"""Those where V is a part of K; d_v is a parameter of the call."""
+
 
 class KernelUse(enum.Enum):
     """The programs that run a call's kernel. Others run the reference, or are an error if the caller insists on it."""

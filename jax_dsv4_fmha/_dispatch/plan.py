@@ -79,12 +79,12 @@ def _support_of(q: jax.Array, sources: Sequence[Source], modes: Sequence[Attenti
 
 
 def _ordered_support_of(op: str, q: jax.Array, sources: Sequence[Source], got: str) -> Support:
-    kinds, (first, *others) = kinds_of(sources), sources
+    kinds, (first, *_) = kinds_of(sources), sources
     (dense,) = FORWARD["separate_kv",]  # also serves where K and V are one, as in `_support_of`
     row = FORWARD[kinds][0] if kinds in FORWARD else None
     if kinds in LISTED and not _spans_have_order(q):
         row = LISTED[kinds]
-    if isinstance(first, SpanSource) and not others:
+    if isinstance(first, SpanSource) and kinds in _ONE_SPAN:
         row = row if row and _shipped(row, PLAIN, q) else dense
         if row is dense and not first.from_first:
             row, got = None, f"{got}, keys that may begin after the first"
@@ -112,7 +112,7 @@ def support_of_gradient(
     if not found and kinds in _ONE_SPAN:
         support = Support(got, (rows[-1].op,), _shipped(rows[-1], PLAIN, q))
     never = choose_backward(forward, support.built) == KernelUse.NEVER
-    if deterministic and never and "selection" in kinds and library.local_architectures():
+    if deterministic and never and any(x.startswith("selection") for x in kinds) and library.local_architectures():
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
         raise not_built(op, "deterministic", f"True for {got}", wanted, support.kernels)
     return support

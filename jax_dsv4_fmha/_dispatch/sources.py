@@ -7,7 +7,7 @@ a tuple of kinds determines which kernel runs (`tables.py`). `attend.py` is all 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ ROWS = "b s_q"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "start", "stop"),
-    meta_fields=("names", "axis", "width", "reach", "from_first"),
+    meta_fields=("names", "axis", "width", "reach", "from_first", "d_v"),
 )
 @dataclasses.dataclass(frozen=True)
 class SpanSource:
@@ -40,6 +40,7 @@ class SpanSource:
       reach: where keys stand in the places of queries, and none is seen by queries before it: how far the first key
         that a query sees may be from it.
       from_first: whether it is known while tracing that what a query sees begins with the first key.
+      d_v: where V is the first numbers of K, how many; None where it is all of them, or an array of its own.
     """
 
     keys: jax.Array
@@ -51,10 +52,11 @@ class SpanSource:
     width: int | None = None
     reach: int | None = None
     from_first: bool = False
+    d_v: int | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return ("span" if self.values is None else "separate_kv",)
+        return (_of_d_v("span", self.d_v) if self.values is None else "separate_kv",)
 
     def parts(self) -> "Sequence[Part]":
         return [self]
@@ -68,6 +70,8 @@ class SpanSource:
     @property
     def description(self) -> tuple[str, ...]:
         """The words by which an error describes the source, besides dtype and d."""
+        if self.d_v is not None:
+            return (f"d_v={self.d_v}",)
         return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "separate K and V",)
 
     @property
@@ -85,7 +89,9 @@ class SpanSource:
     ) -> reference.Attention:
         keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
         span = Span(self.start, self.stop)
-        return reference.fmha(q, keys, self.values, span=span, sink=sink, scale=scale, products=products)
+        how: dict[str, Any] = {"d_v": self.d_v, "sink": sink, "scale": scale, "products": products}
+        o, lse = reference.fmha(q, keys, self.values, span=span, **how)
+        return o, lse
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, sink_factor, delta (`attention_op.gradient`)."""
@@ -97,7 +103,7 @@ class SpanSource:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "indices", "length"),
-    meta_fields=("names", "axis", "layout", "is_counted"),
+    meta_fields=("names", "axis", "layout", "is_counted", "d_v"),
 )
 @dataclasses.dataclass(frozen=True)
 class SelectionSource:
@@ -113,6 +119,7 @@ class SelectionSource:
       axis: the caller's name of s.
       layout: the layout of packed keys.
       is_counted: whether indices count through the keys of all batch entries, as those of `flat` do.
+      d_v: as in `SpanSource`, of keys that are not packed.
     """
 
     keys: jax.Array
@@ -122,6 +129,7 @@ class SelectionSource:
     axis: str = "s_kv"
     layout: str = V4_FP8
     is_counted: bool = False
+    d_v: int | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -130,7 +138,7 @@ class SelectionSource:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The layout of packed keys."""
-        return (self.layout if self.is_packed else "selection",)
+        return (self.layout if self.is_packed else _of_d_v("selection", self.d_v),)
 
     def parts(self) -> "Sequence[SelectionSource]":
         return [self]
@@ -143,6 +151,8 @@ class SelectionSource:
 
     @property
     def description(self) -> tuple[str, ...]:
+        if self.d_v is not None:
+            return (f"d_v={self.d_v}",)
         return (f"{self.layout} caches",) if self.is_packed else ()
 
     @property
@@ -160,7 +170,9 @@ class SelectionSource:
         keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
         places = jnp.arange(self.indices.shape[2], dtype=jnp.int32)[None, None]
         indices = jnp.where(places < self.length[..., None], self.indices, -1)
-        return reference.sparse_fmha(q, keys, indices, sink=sink, scale=scale, products=products)
+        how: dict[str, Any] = {"d_v": self.d_v, "sink": sink, "scale": scale, "products": products}
+        o, lse = reference.sparse_fmha(q, keys, indices, **how)
+        return o, lse
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), as in `SpanSource`."""
@@ -179,6 +191,11 @@ class SelectionSource:
 
 
 Part = SpanSource | SelectionSource
+
+
+def _of_d_v(kind: str, d_v: int | None) -> str:
+    """The kind of a source whose V is so much of K: kernels are made for one width of V."""
+    return kind if d_v is None else f"{kind}_v{d_v}"
 
 
 class Source(Protocol):

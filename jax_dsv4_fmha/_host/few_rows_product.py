@@ -14,16 +14,20 @@ DIMS = extent("few_rows_product_norm_rope", "table")
 """numbers of a query head that is normed, and of an indexer's; and the last of either, which are rotated"""
 SQUARED, SQUARES = 128, 32
 """columns of a low-rank query whose squares have a sum, and the most such sums of a row"""
-_COLUMNS, _CTAS, _MOST = 128, 132, 8
+PARTS = (1, 2, 4, 8)
+"""numbers of parts that k is cut into"""
+SLAB = 64
+"""of k that a CTA takes at once; of a packed matrix twice as much"""
+_COLUMNS, _CTAS = 128, 132
 _TILE = 64  # columns of a packed matrix that lie together
 
 
-def parts(k: int, n: int, groups: int, at_once: int = 64) -> int:
+def parts(k: int, n: int, groups: int, at_once: int = SLAB) -> int:
     """The number of parts that such a product cuts k into, whatever the rows: as many as CTAs of a Hopper GPU take, of
     at least `at_once` of k.
     """
     tiles = groups * -(-n // _COLUMNS)
-    most = min(_MOST, max(1, _CTAS // tiles), max(1, k // at_once))
+    most = min(PARTS[-1], max(1, _CTAS // tiles), max(1, k // at_once))
     return 1 << (most.bit_length() - 1)
 
 

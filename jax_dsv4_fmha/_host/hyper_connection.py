@@ -1,5 +1,7 @@
 """The raw call of hyper-connections."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +14,7 @@ def hyper_connection(
     y: jax.Array,
     post: jax.Array,
     mix: jax.Array,
-    taken: jax.Array,
-    fn: jax.Array,
-    scale: jax.Array,
-    base: jax.Array,
-    norm: jax.Array,
-    *,
+    *others: jax.Array,
     iterations: int,
     eps: float,
     hc_eps: float,
@@ -28,11 +25,14 @@ def hyper_connection(
     Args:
       x, y: `[b, s, 4, hidden]` and `[b, s, hidden]`, bfloat16.
       post, mix: float32, as the results are.
-      taken: float32 `[b, s, 4]`, or `[b, s, 0]` for the new pre.
-      fn: float32 `[24, 4, hidden]`; scale: `[3]`; base: `[24]`; norm: `[hidden]`.
+      *others: float32: taken `[b, s, 4]`, or `[b, s, 0]` for the new pre; then fn `[24, 4, hidden]`, scale `[3]`,
+        base `[24]` and norm `[hidden]`.
     """
     numbers = tuple(jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (post, post, mix))
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(y.shape, y.dtype), *numbers)
-    attributes = {"iterations": np.int64(iterations), "eps": np.float32(eps), "hc_eps": np.float32(hc_eps)}
-    operands = (x, y, post, mix, taken, fn, scale, base, norm)
-    return tuple(call("hyper_connection", results, *operands, **attributes))
+    attributes: dict[str, Any] = {
+        "iterations": np.int64(iterations),
+        "eps": np.float32(eps),
+        "hc_eps": np.float32(hc_eps),
+    }
+    return tuple(call("hyper_connection", results, x, y, post, mix, *others, **attributes))

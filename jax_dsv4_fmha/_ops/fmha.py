@@ -17,6 +17,7 @@ def fmha(
     k: jax.Array,
     v: jax.Array | None = None,
     *,
+    d_v: int | None = None,
     span: Span | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
@@ -32,6 +33,9 @@ def fmha(
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32, and float16 with d = 512, only on the reference.
       k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
       v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
+      d_v: where V is K, an int of 1 to d: V is the first d_v numbers of K, and None means all of them. Latents of 512
+        dimensions and 64 for RoPE, as DeepSeek-V3 has them, are d = 576 with d_v = 512. No kernel has less than all
+        yet.
       span: which keys a query sees; None means all.
       sink: float32 `[h_q]`, natural logits that are not scaled and add to the denominator only. -inf has no effect,
         +inf gives `o = 0`.
@@ -48,7 +52,8 @@ def fmha(
         where all queries see keys from the first one on, as `Span.causal` and `Span.lengths` show them.
 
     Returns:
-      o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
+      o like q, with d_v numbers of each head where that is given, 0 where a query sees no key; lse float32
+      `[b, s_q, h_q]`, natural log, without the sink, -inf there.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -69,6 +74,7 @@ def fmha(
     _check.heads(op, *(dims[name] for name in ("h_q", "h_kv", "s_q", "s_kv")))
     if v is not None:
         v = _check.operand(op, "v", v, "b s_kv h_kv d", dims, (q.dtype,))
+    d_v = _check.d_v(op, d_v, dims["d"], v)
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
@@ -80,9 +86,9 @@ def fmha(
         raise _check.error(TypeError, op, "span", span, "a Span or None")
     start, stop = span.bounds(dims["b"], dims["s_q"], dims["s_kv"], op)
     if implementation == "reference":
-        return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
+        return reference.fmha(q, k, v, d_v=d_v, span=Span(start, stop), sink=sink, scale=scale)
     names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
-    source = SpanSource(k, start, stop, v, names, width=span.width, from_first=span.is_from_first)
+    source = SpanSource(k, start, stop, v, names, d_v=d_v, width=span.width, from_first=span.is_from_first)
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
         modes=canonical_order.wanted(batch_invariant),

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions import hyper_connection as definition
 from .._definitions.hyper_connection import NUMBERS, STREAMS
+from .._definitions.pytree import public_pytree
 from .._dispatch.autodiff import Differentiable, Function
 from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Op
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Op, Params
 from .._dispatch.support import Support
 from .._host import hyper_connection as raw
 from .._host import library
 
 
+@public_pytree
 class HyperConnection(NamedTuple):
     """The results of `hyper_connection`.
 
@@ -64,9 +66,9 @@ def hyper_connection(
         mix'     = Sinkhorn(softmax(scale[2] n[8:] + base[8:]) + hc_eps)
         z        = norm · u / sqrt(mean(u²) + eps),  u = Σ pre[i] x'[i]
 
-    This is DeepSeek-V4's residual, as its technical report has it ("mHC"); a call for each sublayer takes the place of
-    ten kernels of XLA. x', and u before its norm, are rounded to x's dtype. What a token gets does not depend on the
-    others. Before the first layer x is 0, y is the embedding, post is 1, and mix is 0.
+    This is DeepSeek-V4's residual, as its technical report has it ("mHC"). A call for each sublayer takes the place of
+    eight to ten kernels of XLA. x', and u before its norm, are rounded to x's dtype. What a token gets does not depend
+    on the others. Before the first layer x is 0, y is the embedding, post is 1, and mix is 0.
 
     Args:
       x: `[b, s, 4, hidden]`, bfloat16 or float32: the streams before the former sublayer.
@@ -81,7 +83,7 @@ def hyper_connection(
       implementation: as in `fmha`.
 
     Returns:
-      `HyperConnection`. Gradients of all arrays are computed by the definition.
+      `HyperConnection`. The definition computes gradients of all arrays, and runs under `jax.vmap`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -118,7 +120,7 @@ def hyper_connection(
     _check.implementation(op, implementation)
     taken = jnp.zeros((*y.shape[:2], 0), jnp.float32) if taken is None else taken
     fn = fn.reshape(NUMBERS, STREAMS, -1)
-    params = (("iterations", iterations), ("eps", eps), ("hc_eps", hc_eps))
+    params: Params = (("iterations", iterations), ("eps", eps), ("hc_eps", hc_eps))
     if implementation == "reference":
         made = definition.hyper_connection(x, y, post, mix, taken, fn, scale, base, norm, **dict(params))
         return HyperConnection(*made)
@@ -135,13 +137,11 @@ def _support(x: jax.Array) -> Support:
 
 
 def _definition(*operands: jax.Array, **params: Any) -> Arrays:
-    *given, fn, scale, base, norm = operands
-    return definition.hyper_connection(*given, fn[0], scale[0], base[0], norm[0], **params)
+    return definition.hyper_connection(*operands[:5], *(a[0] for a in operands[5:]), **params)
 
 
 def _kernel(*operands: jax.Array, **params: Any) -> Arrays:
-    *given, fn, scale, base, norm = operands
-    return raw.hyper_connection(*given, fn[0], scale[0], base[0], norm[0], **params)
+    return raw.hyper_connection(*operands[:5], *(a[0] for a in operands[5:]), **params)
 
 
 def _gradient(*operands: jax.Array, **params: Any) -> Arrays:

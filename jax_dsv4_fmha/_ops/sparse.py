@@ -16,6 +16,7 @@ def sparse_fmha(
     kv: jax.Array,
     indices: jax.Array,
     *,
+    d_v: int | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
@@ -31,10 +32,10 @@ def sparse_fmha(
       q: `[b, s_q, h_q, d]`, bfloat16; float16 and float32 only on the reference.
       kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
-      sink, scale, implementation, deterministic, batch_invariant: as in `fmha`.
+      d_v, sink, scale, implementation, deterministic, batch_invariant: as in `fmha`.
 
     Returns:
-      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+      o like q, or with d_v numbers for each head, and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -55,16 +56,17 @@ def sparse_fmha(
     is_pool = getattr(kv, "ndim", None) == 2
     kv = _check.operand(op, "kv", kv, "s_kv d" if is_pool else "b s_kv d", dims, (q.dtype,))
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
+    d_v = _check.d_v(op, d_v, dims["d"])
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
     _check.flags(op, deterministic=deterministic)
     _check.batch_invariant(op, batch_invariant, implementation)
     if implementation == "reference":
-        return reference.sparse_fmha(q, kv, indices, sink=sink, scale=scale)
+        return reference.sparse_fmha(q, kv, indices, d_v=d_v, sink=sink, scale=scale)
     length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
     kv = kv[None] if is_pool else kv
-    source = SelectionSource(kv, indices, length, ("kv", "indices", "length"))
+    source = SelectionSource(kv, indices, length, ("kv", "indices", "length"), d_v=d_v)
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
         modes=canonical_order.wanted(batch_invariant),

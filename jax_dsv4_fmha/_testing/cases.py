@@ -7,6 +7,8 @@ from typing import Any
 
 from .attention import AttentionCase, DecodeCase, FmhaCase, LayerCase, SparseCase
 from .case import Case
+from .experts import ExpertsCase
+from .hyper_connection import HyperConnectionCase
 from .indexer import BlocksCase, ChoiceCase, IndexerCase, ScoresCase
 from .insert import InsertCase
 from .rope import NormRopeCase, RopeCase, RopeHadamardCase
@@ -213,5 +215,16 @@ def _insert() -> tuple[InsertCase, ...]:
     )
 
 
-ATTENTION, INDEXER, ROPE, INSERT = _attention(), _indexer(), _rope(), _insert()
-CASES: tuple[Case, ...] = (*ATTENTION, *INDEXER, *ROPE, *INSERT)
+def _model() -> tuple[Case, ...]:
+    """The ops of a model beside attention."""
+    return (
+        HyperConnectionCase(b=2, s_q=19),
+        HyperConnectionCase(s_q=1, features=("taken",)),
+        HyperConnectionCase(s_q=300, features=("taken",)),
+        ExpertsCase(s_q=12),
+        ExpertsCase(s_q=90, d=512, s_c=6, topk=3),
+    )
+
+
+ATTENTION, INDEXER, ROPE, INSERT, MODEL = _attention(), _indexer(), _rope(), _insert(), _model()
+CASES: tuple[Case, ...] = (*ATTENTION, *INDEXER, *ROPE, *INSERT, *MODEL)

@@ -12,6 +12,7 @@ _SPANS = {
     "random": "a random span for each query",
 }
 _SINKS = {"none": "", "normal": "sink", "mixed": "sinks, some infinite"}  # another is a value
+_OF_A_MODEL = ("hyper_connection", "fused_moe")  # ops of tokens, which have no heads
 _LENGTHS = {
     "sparse_fmha": "lists of different lengths",
     "dsv4_attention": "windows of different lengths",
@@ -29,6 +30,7 @@ _FEATURES = {
     "e4m3": "FP8 products",
     "bf16_rope": "RoPE's part in bfloat16",
     "large": "large logits",
+    "taken": "streams taken in by given numbers",
     "nan": "NaN in unseen keys",
 }
 
@@ -48,9 +50,10 @@ def _queries(op: str, x: dict[str, Any]) -> str:
     if op == "kv_insert":
         return f"{x['s_q']} new tokens a sequence"
     batch = f"{x['b']} × " if x["b"] > 1 else ""
-    one, more = ("token", "tokens") if "rope" in op else ("query", "queries")
+    one, more = ("token", "tokens") if "rope" in op or op in _OF_A_MODEL else ("query", "queries")
+    heads = "" if op in _OF_A_MODEL else f", {_many(x['h_q'], 'head', 'heads')}"
     where = " at the ends of contexts" if x["decode"] else ""
-    return f"{batch}{_many(x['s_q'], one, more)}{where}, {_many(x['h_q'], 'head', 'heads')}"
+    return f"{batch}{_many(x['s_q'], one, more)}{where}{heads}"
 
 
 def _keys(op: str, x: dict[str, Any]) -> list[str]:
@@ -70,6 +73,8 @@ def _keys(op: str, x: dict[str, Any]) -> list[str]:
                 f"up to {_many(x['s_kv'], 'token', 'tokens')}",
                 f"{some or 'all '}entries{of}" if x["ratio"] else "",
             ]
+        case "fused_moe":
+            return [f"{x['topk']} of {x['s_c']} experts each"]
         case "kv_insert":
             return [f"an entry for {x['ratio']} tokens" if x["ratio"] else "an entry for each token"]
         case _:

@@ -1,14 +1,17 @@
-"""DeepSeek-V4's attention layers as pure functions on arrays and pytrees, from hidden states to hidden states."""
+"""Attention layers of DeepSeek-V4, and of models with latent attention, as pure functions on arrays and pytrees, from
+hidden states to hidden states.
+"""
 
 from .attention import DSV4Attention
 from .compressor import Compressor
 from .config import from_config
 from .hadamard import hadamard
 from .indexer import Indexer
+from .latent import LatentAttention
 from .outputs import LayerCache, Output, Shared
 from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
-from .weights import from_state_dict
+from .weights import from_state_dict, to_state_dict
 from .zigzag import unzigzag, zigzag
 
 STEP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -21,6 +24,7 @@ __all__ = [
     "Compressor",
     "DSV4Attention",
     "Indexer",
+    "LatentAttention",
     "LayerCache",
     "Output",
     "Rope",
@@ -31,6 +35,7 @@ __all__ = [
     "hadamard",
     "inverse_rope",
     "rope",
+    "to_state_dict",
     "unzigzag",
     "zigzag",
 ]

@@ -192,7 +192,7 @@ def _call(
     choices: dict[str, Any] = {"dtype": x.dtype.name, "to_float32": to_float32, "weights": FORMAT * is_packed}
     choices["to_fp8"] = params.get("to_fp8", False)
     if op is not _HEADS:
-        choices["parts"] = params["parts"] = raw.parts(k, n, groups, *[BLOCK] * is_packed)
+        choices["parts"] = params["parts"] = _parts(op, k, n, groups, BLOCK if is_packed else raw.SLAB, **choices)
     support = Support(f"{x.dtype.name} of {b * s} rows", (op.name,), library.shipped_for(op.name, **choices))
     use = choose(op.name, None, support) if fits else KernelUse.NEVER
     if is_packed:
@@ -201,6 +201,15 @@ def _call(
     if use == KernelUse.NEVER:
         return None
     return lambda *operands: without_gradient(Call(op, use, tuple(params.items()), support), *operands)
+
+
+def _parts(op: Op, k: int, n: int, groups: int, at_once: int, **choices: Any) -> int:
+    """The number of parts that suits the matrix; if no kernel has it, the nearest that one has, fewer before more. The
+    matrix alone chooses it, so a row's bits do not depend on the batch.
+    """
+    best = raw.parts(k, n, groups, at_once)
+    others = sorted((p for p in raw.PARTS if p <= max(1, k // at_once)), key=lambda p: (p > best, abs(p - best)))
+    return next((p for p in others if library.shipped_for(op.name, **choices, parts=p)), best)
 
 
 def _plain(x: jax.Array, w: jax.Array, *, parts: int, dtype: str) -> Arrays:

@@ -13,3 +13,11 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
     if weight is not None:
         y *= jnp.expand_dims(weight.astype(jnp.float32), range(y.ndim - 1))
     return y.astype(x.dtype)
+
+
+@jax.named_scope("norm")
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """(x - mean(x)) / sqrt(var(x) + eps) times the weight, and the bias; as `rms_norm` computes."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, -1, keepdims=True)
+    return (rms_norm(centred, weight, eps) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -14,7 +14,7 @@ from .._definitions import explicit_axes
 from .._definitions.experts import SLAB, TILE
 from .._definitions.packed_matrix import BLOCK, SLAB_BYTES, PackedMatrix
 
-IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
+IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "k_bias", "q_norm", "kv_norm")
 """names of parameters that are in float32 whatever dtype the matrices have"""
 PACKED = {"wq_a": (0, 1), "wkv": (0, 1), "wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
 """matrices that may be packed, the indexer's among them: where the axes of their columns begin, and where they end"""

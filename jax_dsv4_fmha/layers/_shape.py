@@ -142,7 +142,7 @@ def _check_parts(layer: LayerShape) -> None:
 
 
 def _check_indexer(layer: LayerShape, indexer: Indexer) -> None:
-    wanted = {"hidden": layer.hidden, "q_rank": layer.q_rank, "fake_quantize": layer.fake_quantize}
+    wanted = {"hidden": layer.hidden, "q_rank": layer.q_rank, "fake_quantize": layer.fake_quantize, "pool": 0}
     if indexer.latent:
         wanted["latent"] = layer.d
     for name, n in wanted.items():

@@ -48,6 +48,7 @@ _READ = {
     *_DEEPSEEK_YARN, *("qk_rope_head_dim", "partial_rotary_factor", "layer_types", "compress_rates", "compress_ratios"),
     *("rope_theta", "compress_rope_theta", "rope_parameters", "rope_scaling"),
 }  # fmt: skip
+_MODEL = re.compile(r"deepseek_v41?(_\w+)?")
 _MUST_BE = {"num_key_value_heads": 1, "attention_bias": False, "attention_dropout": 0}
 """Entries that change a layer, with the one value that these layers have"""
 
@@ -115,7 +116,9 @@ def from_config(
     n = _check.positive(_OP, "num_hidden_layers", read("num_hidden_layers"))
     is_v41 = read.is_v41()
     make, rounds = (_v41 if is_v41 else _v4), is_v41 if fake_quantize is None else fake_quantize
-    return tuple(make(read, i, rounds) for i in range(n))
+    layers = tuple(make(read, i, rounds) for i in range(n))
+    read.check_lists(layers)
+    return layers
 
 
 def _read(path: Path) -> Any:
@@ -137,7 +140,7 @@ def _read(path: Path) -> Any:
 
 def _text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     """The entries of the text model, which may be a part of a larger one."""
-    text = _mapping("text_config", entries.get("text_config") or entries)
+    text = _mapping_or_none("text_config", entries.get("text_config")) or entries
     for name in {*_READ, *_MUST_BE} & entries.keys():
         if entries[name] is not None and entries[name] != text.get(name):
             raise _check.error(ValueError, _OP, name, entries[name], f"{text.get(name)}, as in text_config")
@@ -231,14 +234,16 @@ class _Reader:
         """Raises if an entry changes attention, or may change it, and would be ignored."""
         there = {name: value for name, value in self.entries.items() if value is not None}
         model = str(there.get("model_type", "deepseek_v4"))
-        if not model.startswith("deepseek_v4"):
+        if not _MODEL.fullmatch(model):
             wanted = "deepseek_v4 or deepseek_v41, whose attention this is; no model_type for other models that have it"
+            wanted += "; LatentAttention.from_config for latent attention of others"
             raise _check.error(ValueError, _OP, "model_type", model, wanted)
         for name, value in _MUST_BE.items():
             if there.get(name, value) != value:
                 raise _check.error(ValueError, _OP, name, there[name], str(value))
         known = {*_READ, *_MUST_BE, *_OTHERS}
-        if unknown := {name: x for name, x in there.items() if not (name in known or _OF_OTHERS.fullmatch(name))}:
+        unknown = {str(name): x for name, x in there.items() if not (name in known or _OF_OTHERS.fullmatch(str(name)))}
+        if unknown:
             wanted = "no entries that are not known: they may change attention, and those that do not can be left out"
             raise _check.error(ValueError, _OP, ", ".join(unknown), ", ".join(map(str, unknown.values())), wanted)
 
@@ -314,7 +319,7 @@ class _Reader:
 
     def rate(self, kind: str) -> int:
         """Returns the tokens of an entry in layers of a kind; 0 for those with a window alone."""
-        rates = _mapping("compress_rates", self.get("compress_rates") or {})
+        rates = _mapping_or_none("compress_rates", self.get("compress_rates"))
         if unknown := rates.keys() - _RATIO.keys():
             raise _check.error(ValueError, _OP, "compress_rates", ", ".join(unknown), f"only {', '.join(_RATIO)}")
         if kind not in _RATE:
@@ -335,6 +340,27 @@ class _Reader:
         if layer >= len(values):
             raise _check.error(ValueError, _OP, name, str(len(values)), f"one for each layer, more than {layer}")
         return values[layer]
+
+    def check_lists(self, layers: Sequence[DSV4Attention]) -> None:
+        """Raises if a list says something of a layer that is not there, or, of V4.1, does not say it of one that is."""
+        n = len(layers)
+        for name, of_drafts in (("compress_ratios", 0), ("layer_types", "sliding_attention")):
+            rest = self.layers(name)[n:] if self.has(name) else ()
+            if any(x != of_drafts for x in rest):
+                wanted = f"{n}, one for each layer, or {of_drafts} in those for drafts after them"
+                raise _check.error(ValueError, _OP, name, str(n + len(rest)), wanted)
+        if not self.has("kv_source_layer_ids"):
+            return
+        for name, kept in zip(_SOURCES, ("compressor", "indexer"), strict=False):
+            sources, there = self.numbers(name), [getattr(layer, kept) is not None for layer in layers]
+            if wrong := [i for i in sources if i >= n or not there[i] or sources.count(i) > 1]:
+                wanted = f"layers of the {n} whose ratio is not 0, each once"
+                raise _check.error(ValueError, _OP, name, ", ".join(map(str, dict.fromkeys(wrong))), wanted)
+            for i, layer in enumerate(layers):
+                ratios = [layers[j].ratio for j in range(i + 1) if there[j]]
+                if layer.ratio and ratios[-1:] != [layer.ratio]:
+                    wanted = f"one of ratio {layer.ratio} at layer {i} or before it"
+                    raise _check.error(ValueError, _OP, name, ", ".join(map(str, sources)) or "none", wanted)
 
     def rope(self, compressed: bool) -> Rope:
         """The Rope of layers with a compressed cache, or of layers with a window alone."""
@@ -414,7 +440,7 @@ class _Reader:
 
     def rope_entries(self, name: str) -> dict[str, Any]:
         """rope_scaling or rope_parameters, which may be nested, after a check that every entry of theirs is known."""
-        entries = _there(_mapping(name, self.get(name) or {}))
+        entries = _there(_mapping_or_none(name, self.get(name)))
         if kinds := entries.keys() & {"main", "compress"}:
             _known(name, entries, {"main", "compress"})
             return {kind: self.of_one_rope(f"{name}.{kind}", entries[kind]) for kind in kinds}
@@ -451,6 +477,11 @@ def _mapping(name: str, x: Any) -> Mapping[str, Any]:
     if not isinstance(x, Mapping):
         raise _check.error(TypeError, _OP, name, x, "a mapping")
     return x
+
+
+def _mapping_or_none(name: str, x: Any) -> Mapping[str, Any]:
+    """A mapping that null stands for when it has nothing."""
+    return {} if x is None else _mapping(name, x)
 
 
 _OP = "from_config"

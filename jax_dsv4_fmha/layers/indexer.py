@@ -22,7 +22,7 @@ from .._definitions.packed import LAYOUTS, quantize_rows
 from .._definitions.span import Span
 from . import _operands
 from ._few_rows import array_of, plain_product
-from ._norm import rms_norm
+from ._norm import layer_norm, rms_norm
 from ._products import product
 from ._rounding import Rounding, rounded
 from .compressor import Compressor
@@ -41,7 +41,7 @@ class Indexer:
     """The shape of an indexer.
 
     Its parameters are a dict: `wq_b [q_rank, heads, d]`, `weights_proj [hidden, heads]`, and `compressor`, or
-    `wk [latent, d]` and `k_norm [d]`, or neither, where the layer uses another layer's keys.
+    `wk [latent, d]` and `k_norm [d]`, or none of them, where the layer uses another layer's keys.
 
     Attributes:
       hidden: channels of x.
@@ -51,6 +51,10 @@ class Indexer:
       topk: entries that a query attends to.
       compressor: the compressor of the keys, or None.
       latent: channels of the latents from which the keys are made, or 0.
+      layer_norm: whether keys made of latents are normed by LayerNorm, with a bias `k_bias [d]`, as in DeepSeek-V3.2,
+        whose latents are x.
+      pool: of keys made of latents: 0, or how many tokens have one key, as in GLM-5.3-Flash. `keys` are then those of
+        tokens, and `LatentAttention` pools them with two parameters more, `gate [latent, d]` and `ape [pool, d]`.
       block: entries of a block, for a choice in two levels (V4.1).
       candidate_blocks: how many blocks this layer also chooses, for later layers to choose entries from.
       within_candidates: whether this layer chooses only from such blocks.
@@ -82,6 +86,8 @@ class Indexer:
     topk: int = 512
     compressor: Compressor | None = None
     latent: int = 0
+    layer_norm: bool = False
+    pool: int = 0
     block: int = 8
     candidate_blocks: int = 0
     within_candidates: bool = False
@@ -91,10 +97,12 @@ class Indexer:
     def __post_init__(self) -> None:
         for name in ("hidden", "q_rank", "heads", "d", "topk", "block"):
             _check.positive(_OP, name, getattr(self, name))
-        for name in ("latent", "candidate_blocks"):
+        for name in ("latent", "pool", "candidate_blocks"):
             _check.integer(_OP, name, getattr(self, name), 0)
-        for name in ("within_candidates", "fake_quantize"):
+        for name in ("layer_norm", "within_candidates", "fake_quantize"):
             _check.flags(_OP, **{name: getattr(self, name)})
+        if self.pool and not self.latent:
+            raise _check.error(ValueError, _OP, "pool", self.pool, "0 without latent")
         own = self.compressor
         if not isinstance(own, Compressor | None):
             raise _check.error(TypeError, _OP, "compressor", own, "a Compressor or None")
@@ -134,10 +142,14 @@ class Indexer:
         if self.latent:
             params["wk"] = jax.random.normal(c, (self.latent, self.d), jnp.float32) * self.latent**-0.5
             params["k_norm"] = jnp.ones(self.d, jnp.float32)
+            params |= {"k_bias": jnp.zeros(self.d, jnp.float32)} if self.layer_norm else {}
+            if self.pool:
+                gate = jax.random.normal(jax.random.fold_in(c, 1), (self.latent, self.d), jnp.float32)
+                params |= {"gate": gate * self.latent**-0.5, "ape": jnp.zeros((self.pool, self.d), jnp.float32)}
         return params
 
     def queries(
-        self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, rotation: Rope
+        self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, rotation: Rope | None
     ) -> tuple[jax.Array, jax.Array]:
         """q `[b, s, heads, d]` in x's dtype, and weights float32 `[b, s, heads]`, for `lightning_indexer`.
 
@@ -146,7 +158,7 @@ class Indexer:
           x: `[b, s, hidden]`, bfloat16, float16 or float32.
           low_rank: `[b, s, q_rank]`, the attention's low-rank query.
           positions: int32 `[b or 1, s]`.
-          rotation: the layer's.
+          rotation: the layer's, None of a layer without RoPE.
         """
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
@@ -155,14 +167,14 @@ class Indexer:
         q = rounded(rotated_queries(self, params, low_rank, positions, rotation), rounding(self))
         return q, product(x, params["weights_proj"]) * weight_scale(self)
 
-    def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+    def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope | None) -> jax.Array:
         """k `[b, n, d]`, in the dtype of latents.
 
         Args:
           params: as `init` makes them.
           latents: those of `compressor`, `[b, n, d]`, or the layer's own, `[b, n, latent]`.
           positions: int32 `[b or 1, n]`, of each block's first token.
-          rotation: the layer's.
+          rotation: as in `queries`.
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
@@ -181,7 +193,12 @@ def weight_scale(indexer: Indexer) -> float:
 
 
 def rotated_queries(
-    indexer: Indexer, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
+    indexer: Indexer,
+    params: Any,
+    low_rank: jax.Array,
+    positions: jax.Array,
+    rotation: Rope | None,
+    kernel: bool = False,
 ) -> jax.Array:
     """q of `Indexer.queries`, not rounded; kernel: as in `_few_rows`."""
     return _rotated(indexer, _projected(params, low_rank, kernel), positions, rotation)
@@ -198,10 +215,16 @@ def quantized_queries(
 
 
 @jax.named_scope("indexer")
-def rotated_keys(indexer: Indexer, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+def rotated_keys(
+    indexer: Indexer, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope | None
+) -> jax.Array:
     """k of `Indexer.keys`, not rounded."""
     if indexer.latent:
-        latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], indexer.eps)
+        latents = jnp.matmul(latents, params["wk"].astype(latents.dtype))
+        if indexer.layer_norm:
+            latents = layer_norm(latents, params["k_norm"], params["k_bias"], indexer.eps)
+        else:
+            latents = rms_norm(latents, params["k_norm"], indexer.eps)
     return _rotated(indexer, latents, positions, rotation)
 
 
@@ -280,7 +303,9 @@ def _projected(params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
     return jnp.einsum("bsr,rhd->bshd", low_rank, array_of(w, low_rank.dtype))
 
 
-def _rotated(indexer: Indexer, x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+def _rotated(indexer: Indexer, x: jax.Array, positions: jax.Array, rotation: Rope | None) -> jax.Array:
+    if rotation is None:
+        return x
     return (rope_hadamard if indexer.transforms else rope)(x, positions, rotation)
 
 

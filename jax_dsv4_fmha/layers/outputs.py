@@ -30,7 +30,7 @@ class LayerCache(NamedTuple):
     """
 
     window: Cache
-    """the last latents, a ring"""
+    """the last latents, a ring; of a `LatentAttention` all keys"""
     compressed: Cache | None = None
     """the compressor's entries"""
     tokens: Cache | RunningSums | None = None
@@ -49,7 +49,7 @@ class LayerCache(NamedTuple):
           ValueError, TypeError: a table of another shape or dtype, or an array of NumPy's with a page that the pools do
             not have.
         """
-        paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
+        paged = self._pools()
         for name, part in paged.items():
             check_pages("with_block_table", block_table, part.entries.shape[0])
             b, n = part.block_table.shape
@@ -74,15 +74,55 @@ class LayerCache(NamedTuple):
           ValueError, TypeError: a number of no sequence in the batch, or not an integer.
           NotImplementedError: Explicit axes of a mesh shard the batch.
         """
-        b = self.window.rows.shape[0]
+        b = self._batch("fork")
         source, target = (_check.index("fork", name, x, b) for name, x in (("source", source), ("target", target)))
-        of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
-        own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
+        at = jnp.where((source >= 0) & (source < b) & (target >= 0), target, b)  # row b is none
+        return self._replace(**jax.tree.map(lambda x: x.at[at].set(x[source], mode="drop"), self._own()))
+
+    def take(self, sequences: jax.Array) -> "LayerCache":
+        """The caches of some sequences alone, to read a prompt without those that have nothing to read.
+
+        Rings, contiguous entries and rows of the table are copied. Pools of pages are those of all: donate the caches
+        that this is called on, and give what comes of the taken ones to `put`.
+
+        Args:
+          sequences: int32 `[n]`, each at most once. A number of no sequence takes any, for a row that is idle.
+
+        Raises:
+          ValueError, TypeError: no int32 `[n]`.
+          NotImplementedError: Explicit axes of a mesh shard the batch.
+        """
+        self._batch("take")
+        sequences = _check.operand("take", "sequences", sequences, "n", {}, _check.INT)
+        whole = self._pools()
+        tables = {name: dataclasses.replace(x, block_table=x.block_table[sequences]) for name, x in whole.items()}
+        return self._replace(**jax.tree.map(lambda x: x[sequences], self._own()), **tables)
+
+    def put(self, sequences: jax.Array, taken: "LayerCache") -> "LayerCache":
+        """The caches of all, with what came of those that `take` gave. A number of no sequence changes nothing."""
+        pools = {
+            name: dataclasses.replace(x, entries=getattr(taken, name).entries) for name, x in self._pools().items()
+        }
+        b, new = self._batch("put"), taken._own()
+        at = jnp.where(sequences >= 0, sequences, b)  # row b is none
+        own = jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), self._own(), new)
+        return self._replace(**own, **pools)
+
+    def _batch(self, op: str) -> int:
+        """The number of sequences, whose rows an op gathers or scatters."""
         if axes := jax.typeof(self.window.entries).sharding.spec[0]:
             got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
-            raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
-        at = jnp.where((source >= 0) & (source < b) & (target >= 0), target, b)  # row b is none
-        return self._replace(**jax.tree.map(lambda x: x.at[at].set(x[source], mode="drop"), own))
+            raise _check.error(NotImplementedError, op, "cache", got, wanted)
+        return self.window.rows.shape[0]
+
+    def _pools(self) -> dict[str, Any]:
+        """The caches in pages."""
+        return {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
+
+    def _own(self) -> dict[str, Any]:
+        """The others, in which each sequence has a row."""
+        pools = self._pools()
+        return {name: x for name, x in self._asdict().items() if x is not None and name not in pools}
 
 
 @public_pytree

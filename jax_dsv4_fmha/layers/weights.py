@@ -1,4 +1,4 @@
-"""Parameters from checkpoints: Hugging Face's names and DeepSeek's."""
+"""Parameters from checkpoints, and back: Hugging Face's names and DeepSeek's."""
 
 import dataclasses
 import math
@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding
 from .. import _check
 from .._definitions.experts import SLAB, TILE
 from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, SLAB_BYTES, PackedMatrix, pack_matrix
+from . import _latent_weights, _operands, _params
 from ._operands import IN_FLOAT32, PACKED, extents, packed_spec, shapes
 from .attention import DSV4Attention
+from .latent import LatentAttention
 
 _DEEPSEEK: dict[str, Any] = {
     "wq_a": "wq_a.weight",
@@ -62,7 +64,7 @@ _SCALES = (".scale", ".weight_scale_inv", "_scale_inv")
 
 
 def from_state_dict(
-    layer: DSV4Attention,
+    layer: DSV4Attention | LatentAttention,
     tensors: Mapping[str, Any],
     prefix: str = "",
     dtype: Any = jnp.bfloat16,
@@ -72,7 +74,7 @@ def from_state_dict(
     """The parameters of a layer, as `layer.init` lays them out, from a checkpoint's tensors.
 
     Args:
-      layer: one of the layers that `from_config` returns.
+      layer: one of the layers that `from_config` returns, or `LatentAttention.from_config`.
       tensors: arrays by name, of NumPy, JAX or torch, `[out, in]` as linear layers have them: from a state dict or a
         safetensors file, which may hold other tensors too.
       prefix: the prefix of the layer's names, such as "layers.2.attn." (DeepSeek) or "model.layers.2.self_attn."
@@ -87,7 +89,8 @@ def from_state_dict(
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
-        bits is not e4m3, or has no scales, those of other blocks, or NaN or inf among them; another tensor has scales.
+        bits is not e4m3, or has no scales, those of other blocks, or some that are not finite or not above 0; another
+        tensor has scales.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
 
     Examples:
@@ -103,18 +106,18 @@ def from_state_dict(
       >>> params["wq_b"].shape, params["wq_b"].dtype
       ((32, 4, 32), dtype(bfloat16))
     """
-    if not isinstance(layer, DSV4Attention):
-        raise _check.error(TypeError, _OP, "layer", layer, "a DSV4Attention")
+    _check_layer(_OP, layer)
     if not isinstance(tensors, Mapping) or not isinstance(prefix, str):
         what = ("prefix", prefix, "a str") if isinstance(tensors, Mapping) else ("tensors", tensors, "a mapping")
         raise _check.error(TypeError, _OP, *what)
     dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
     _check.flags(_OP, packed=packed)
     own = {name[len(prefix) :]: x for name, x in tensors.items() if isinstance(name, str) and name.startswith(prefix)}
-    names = next((names for names in (_DEEPSEEK, _HUGGING_FACE) if names["wq_a"] in own), None)
+    firsts = _firsts(layer)
+    names = next((names for first, names in firsts.items() if first in own), None)
     if names is None:
-        wanted = f"{prefix}{_DEEPSEEK['wq_a']} or {prefix}{_HUGGING_FACE['wq_a']}"
-        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted + _prefixes(tensors))
+        wanted = " or ".join(prefix + first for first in firsts)
+        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted + _prefixes(firsts, tensors))
     used: set[str] = set()
 
     def as_it_is(name: str, shape: Sequence[int], leaf: str) -> tuple[np.ndarray, np.ndarray | None]:
@@ -177,7 +180,9 @@ def from_state_dict(
         last = leaf.rpartition(".")[2]
         if packed and last in PACKED and (w := in_fp8(parts[0], shape, leaf, sharding)) is not None:
             return w
-        if leaf == "wo_a":  # [groups · rank, heads of a group · d]
+        if isinstance(layer, LatentAttention):
+            x = _latent_weights.value(layer, tensor, leaf, shape)
+        elif leaf == "wo_a":  # [groups · rank, heads of a group · d]
             g, heads, d, rank = shape
             x = tensor(parts[0], (g * rank, heads * d), leaf)
             x = x.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
@@ -203,10 +208,73 @@ def from_state_dict(
     return params
 
 
-def _prefixes(tensors: Mapping[str, Any]) -> str:
+def to_state_dict(
+    layer: DSV4Attention | LatentAttention, params: Any, prefix: str = "", *, hugging_face: bool = False
+) -> dict[str, jax.Array]:
+    """The tensors of a layer's parameters, as `from_state_dict` reads them: matrices `[out, in]`, in their own dtypes.
+
+    Args:
+      layer: the layer.
+      params: its parameters, as `init` or `joined` makes them.
+      prefix: what the names begin with.
+      hugging_face: whether they are Hugging Face's names, and not DeepSeek's; those of a `LatentAttention` always are.
+
+    Raises:
+      ValueError: params differ from what `init` makes, or have a parameter without a name of Hugging Face's.
+      TypeError: not a layer.
+
+    Examples:
+      >>> import jax
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict, to_state_dict
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> tensors = to_state_dict(layer, layer.init(jax.random.key(0)), "layers.0.attn.")
+      >>> tensors["layers.0.attn.wq_b.weight"].shape
+      (128, 32)
+      >>> from_state_dict(layer, tensors, "layers.0.attn.")["wq_b"].shape
+      (32, 4, 32)
+    """
+    op = "to_state_dict"
+    _check_layer(op, layer)
+    if isinstance(layer, LatentAttention):
+        _operands.parameters(layer, params)
+        return {prefix + name: x for name, x in _latent_weights.tensors(layer, params).items()}
+    _params.check(layer, params)
+    names, found = _HUGGING_FACE if hugging_face else _DEEPSEEK, dict[str, jax.Array]()
+    for path, x in jax.tree_util.tree_leaves_with_path(_params.separate(layer, params)):
+        leaf = ".".join(p.key for p in path)
+        if leaf not in names:
+            raise _check.error(ValueError, op, "params", leaf, "a parameter that Hugging Face has a name for")
+        parts = [names[leaf]] if isinstance(names[leaf], str) else list(names[leaf])
+        if leaf == "wo_a":  # [groups · rank, heads of a group · d]
+            g, heads, d, rank = x.shape
+            x = jnp.transpose(x, (0, 3, 1, 2)).reshape(g * rank, heads * d)
+        elif parts[0].endswith(".weight") and x.ndim > 1:  # [out, in]; wo_b has two axes in, all others one
+            n = 2 if leaf == "wo_b" else 1
+            x = x.reshape(math.prod(x.shape[:n]), -1).T
+            if leaf.endswith("compressor.w") and _has_no_gate(layer, leaf):
+                parts = parts[:1]
+        for part, tensor in zip(parts, jnp.split(x, len(parts)), strict=True):
+            found[prefix + part] = tensor
+    return found
+
+
+def _check_layer(op: str, layer: Any) -> None:
+    if not isinstance(layer, DSV4Attention | LatentAttention):
+        raise _check.error(TypeError, op, "layer", layer, "a DSV4Attention or a LatentAttention")
+
+
+def _firsts(layer: DSV4Attention | LatentAttention) -> dict[str, dict[str, Any]]:
+    """The names that a layer's tensors may have, by that of one which every layer has."""
+    if isinstance(layer, LatentAttention):
+        return {_latent_weights.NAMES["wkv"]: _latent_weights.NAMES}
+    return {names["wq_a"]: names for names in (_DEEPSEEK, _HUGGING_FACE)}
+
+
+def _prefixes(firsts: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
     """Returns the end of an error where other prefixes would have named a layer."""
-    ends = (_DEEPSEEK["wq_a"], _HUGGING_FACE["wq_a"])
-    found = [name.removesuffix(end) for name in tensors for end in ends if isinstance(name, str) and name.endswith(end)]
+    found = [
+        name.removesuffix(end) for name in tensors for end in firsts if isinstance(name, str) and name.endswith(end)
+    ]
     more = f" or {len(found) - 3} others" if len(found) > 3 else ""
     return f"; prefixes of layers there are {', '.join(map(repr, found[:3]))}{more}" if found else ""
 
@@ -260,6 +328,8 @@ def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         raise _check.error(ValueError, _OP, name, "scales that are NaN or inf", "finite ones")
     for block in (128, 32):
         if x.ndim == 2 and scale.shape == tuple(-(-n // block) for n in x.shape):
+            if scale.size and scale.min() <= 0:
+                raise _check.error(ValueError, _OP, name, f"scales down to {scale.min():g}", "scales above 0")
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)
             return x * whole[: x.shape[0], : x.shape[1]]
     raise _check.error(

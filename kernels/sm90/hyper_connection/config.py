@@ -51,15 +51,15 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """fn, which stays for all tokens; sums of each warp, of each CTA, and twice of the cluster; squares; barriers."""
+        """fn, which stays for all tokens; sums of each warp, of each CTA, twice of the cluster; squares; the rest."""
         sums = SUMS * (self.warps + CLUSTER + 2) + TOKENS * (self.warps + CLUSTER)
-        return STREAMS * self.stream_bytes + 4 * sums + 128
+        return STREAMS * self.stream_bytes + 4 * sums + 256
 
     @property
     def launch_options(self) -> dict[str, int]:
         return {"min_blocks_per_mp": 1, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
 
     def __post_init__(self):
-        unit = CLUSTER * GROUP * GROUPS
-        if self.hidden % unit or self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"wanted channels in multiples of {unit}, as many as SMEM holds fn of: {self}")
+        unit = 2 * CLUSTER * GROUP * GROUPS  # warps add up sums of two at a time, and a thread of theirs has four sums
+        if self.hidden % unit or self.warps * WARP < SUMS // 4 or self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"wanted channels in multiples of {unit}, from 2048 to what SMEM holds fn of: {self}")

@@ -6,8 +6,8 @@
     z             = norm(Σ pre x')                           what the sublayer is given
     post', mix'   = 2 sigmoid(numbers[4:8] s1 + b), Sinkhorn(numbers[8:] s2 + b)
 
-XLA makes ten kernels of it. Here a cluster of 8 CTAs has 16 tokens, and each CTA an eighth of the channels of all
-streams. They stay in registers from the first line to the fourth, so HBM sees x, y, x' and z once:
+XLA makes eight to ten kernels of it. Here a cluster of 8 CTAs has 16 tokens, and each CTA an eighth of the channels of
+all streams. They stay in registers from the first line to the fourth, so HBM sees x, y, x' and z once:
 
     every warp     x', its part of the products | sums of warps, of CTAs | z, squares | sums | z / rms
     one more warp                                                        | Sinkhorn of two tokens
@@ -29,13 +29,13 @@ from cutlass.memory import SmemAllocator
 from kernels.abi import HyperConnection
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, Kernel, i32, pointers
+from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import (
     address_in,
     arrive_in_cluster_if_zero,
     bits_of,
     copy_bulk,
     float_of,
-    load_again,
     load_four_words,
     load_shared,
     load_shared_four,
@@ -48,8 +48,7 @@ from kernels.lib.ptx import (
     store_shared_four,
     store_shared_two,
 )
-from kernels.lib.pipeline import wait_for
-from kernels.lib.rows import ceil_div, store
+from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
 
 from .config import CLUSTER, GROUP, GROUPS, NUMBERS, PITCH, STREAMS, SUMS, TOKENS, VECTOR, Config
@@ -60,6 +59,7 @@ WORDS = VECTOR // 2  # of a lane's channels of a token's stream
 BLOCKS = NUMBERS // 8  # of a token's numbers: columns of a product
 PLACE = 4 * PITCH  # bytes of a token's sums
 MIX = STREAMS * STREAMS
+RATES = NUMBERS + 4  # float32 numbers: of base, then of scale
 
 
 class Before(NamedTuple):
@@ -135,11 +135,11 @@ class HyperConnectionSm90(Kernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, cluster = cute.arch.block_idx()[0] % CLUSTER, cute.arch.block_idx()[0] // CLUSTER
         smem = SmemAllocator()
-        fn, sums, totals, of_tokens, squares, of_squares = (
+        fn, sums, totals, of_tokens, squares, of_squares, rates = (
             smem.allocate_array(Float32, count, byte_alignment=16).toint()
             for count in (
                 *(STREAMS * c.stream_bytes // 4, c.warps * SUMS, 2 * SUMS, CLUSTER * SUMS),
-                *(c.warps * TOKENS, CLUSTER * TOKENS),
+                *(c.warps * TOKENS, CLUSTER * TOKENS, RATES),
             )
         )
         barriers = smem.allocate_array(Int64, STREAMS + 3)
@@ -154,8 +154,9 @@ class HyperConnectionSm90(Kernel):
         cute.arch.sync_threads()
         cute.arch.cluster_arrive()
         tiles, step = ceil_div(n.tokens, Int32(TOKENS)), cute.arch.grid_dim()[0] // CLUSTER
-        if warp == c.warps:  # fn does not depend on the launch before
+        if warp == c.warps:  # at once: launches do not overlap, so fn is there
             self.load_fn(fn, barriers, matrix, rank)
+            self.load_rates(rates, matrix)
         cute.arch.griddepcontrol_wait()
         cute.arch.cluster_wait()  # barriers of all CTAs are there
         streams = cute.make_rmem_tensor((WORDS, 2, STREAMS, GROUPS), Uint32)
@@ -172,9 +173,9 @@ class HyperConnectionSm90(Kernel):
             cute.arch.sync_threads()
             if warp < c.warps:
                 whose = (squares, of_squares, of_all_squares, read, phase, more)
-                self.join(streams, of_tile, whose, before, matrix, made, rank, first, n)
+                self.join(streams, of_tile, rates, whose, before, matrix, made, rank, first, n)
             else:
-                self.finish(of_tile, matrix, made, rank, first, n)
+                self.finish(of_tile, rates, made, rank, first, n)
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
@@ -188,6 +189,15 @@ class HyperConnectionSm90(Kernel):
             if lane < NUMBERS:
                 row = matrix.fn + ((Int64(lane) * STREAMS + i) * c.hidden + rank * c.channels)
                 copy_bulk(fn + i * c.stream_bytes + lane * c.row_bytes, row.toint(), 4 * c.channels, barriers + i)
+
+    @cute.jit
+    def load_rates(self, rates: Int32, matrix: Matrix):
+        """A warp copies base and scale to shared memory, a lane a number."""
+        lane = cute.arch.lane_idx()
+        if lane < NUMBERS:
+            store_shared(rates + 4 * lane, load(matrix.base + lane))
+        elif lane < NUMBERS + 3:
+            store_shared(rates + 4 * lane, load(matrix.scale + (lane - NUMBERS)))
 
     @cute.jit
     def prefetch(self, before: Before, rank: Int32, first: Int32, n: Numbers):
@@ -207,23 +217,34 @@ class HyperConnectionSm90(Kernel):
     def mixed(self, streams: cute.Tensor, before: Before, made: Made, rank: Int32, first: Int32, n: Numbers):
         """streams <- x' of a lane's channels, two tokens, which also goes to memory."""
         c, row = self.config, cute.arch.lane_idx() // 4
-        for half in cutlass.range_constexpr(2):
-            token = first + half * 8 + row
-            at = Int64(cutlass.min(token, n.tokens - 1))
-            of_y, of_xs = numbers_of(before.post + at * STREAMS, STREAMS), numbers_of(before.mix + at * MIX, MIX)
-            for group in cutlass.range_constexpr(GROUPS):
-                channel = self.channel(rank, group)
-                y = words_of(before.y + (at * c.hidden + channel))
-                xs = [words_of(before.x + ((at * STREAMS + j) * c.hidden + channel)) for j in range(STREAMS)]
-                for i in cutlass.range_constexpr(STREAMS):
-                    of_x = of_xs[i::STREAMS]
-                    for w in cutlass.range_constexpr(WORDS):
-                        total = [of_y[i] * v for v in pair(y[w])]
-                        for j in cutlass.range_constexpr(STREAMS):
-                            total = [t + of_x[j] * v for t, v in zip(total, pair(xs[j][w]), strict=True)]
-                        streams[w, half, i, group] = round_pair(total[0], total[1], self.dtype)
-                    if token < n.tokens:
-                        put_words(made.x + ((at * STREAMS + i) * c.hidden + channel), streams[None, half, i, group])
+        tokens = [first + half * 8 + row for half in range(2)]
+        at = [Int64(cutlass.min(token, n.tokens - 1)) for token in tokens]
+        places = [(half, group) for half in range(2) for group in range(GROUPS)]
+        given = [self.given(before, at[half], self.channel(rank, group)) for half, group in places]  # all in flight
+        shares = [self.shares(before, at[0])]
+        for (half, group), (y, xs) in zip(places, given, strict=True):
+            if cutlass.const_expr((half, group) == (0, GROUPS - 1)):  # once registers are free
+                shares.append(self.shares(before, at[1]))
+            post, mix = shares[half]
+            for i in cutlass.range_constexpr(STREAMS):
+                for w in cutlass.range_constexpr(WORDS):
+                    total = [post[i] * v for v in pair(y[w])]
+                    for j in cutlass.range_constexpr(STREAMS):
+                        total = [t + mix[STREAMS * j + i] * v for t, v in zip(total, pair(xs[j][w]), strict=True)]
+                    streams[w, half, i, group] = round_pair(total[0], total[1], self.dtype)
+                if tokens[half] < n.tokens:
+                    target = made.x + ((at[half] * STREAMS + i) * c.hidden + self.channel(rank, group))
+                    put_words(target, streams[None, half, i, group])
+
+    def shares(self, before: Before, at: Int64) -> tuple:
+        """The parts of y and of its streams that each stream of a token gets."""
+        return numbers_of(before.post + at * STREAMS, STREAMS), numbers_of(before.mix + at * MIX, MIX)
+
+    def given(self, before: Before, at: Int64, channel: Int32) -> tuple:
+        """A lane's words of y and of the streams of a token."""
+        hidden = self.config.hidden
+        xs = [words_of(before.x + ((at * STREAMS + j) * hidden + channel)) for j in range(STREAMS)]
+        return words_of(before.y + (at * hidden + channel)), xs
 
     @cute.jit
     def multiply(self, streams: cute.Tensor, barriers: cute.Pointer, fn: Int32, sums: Int32):
@@ -296,6 +317,7 @@ class HyperConnectionSm90(Kernel):
         self,
         streams: cute.Tensor,
         totals: Int32,
+        rates: Int32,
         whose: tuple,
         before: Before,
         matrix: Matrix,
@@ -318,10 +340,13 @@ class HyperConnectionSm90(Kernel):
                     pre[i] = given[i]
             else:
                 place = totals + (half * 8 + row) * PLACE
-                of_token, factor = load_shared_four(place), c_factor(load_shared(place + 4 * NUMBERS), c.hidden, n.eps)
-                scale = load_again(matrix.scale.toint())
+                of_token, factor = (
+                    load_shared_four(place),
+                    inverse_rms(load_shared(place + 4 * NUMBERS), STREAMS * c.hidden, n.eps),
+                )
+                scale, base = load_shared(rates + 4 * NUMBERS), load_shared_four(rates)
                 for i in cutlass.range_constexpr(STREAMS):
-                    pre[i] = sigmoid(of_token[i] * factor * scale + load_again((matrix.base + i).toint())) + n.hc_eps
+                    pre[i] = sigmoid(of_token[i] * factor * scale + base[i]) + n.hc_eps
             of_row = Float32(0.0)
             for group in cutlass.range_constexpr(GROUPS):
                 for w in cutlass.range_constexpr(WORDS):
@@ -339,20 +364,23 @@ class HyperConnectionSm90(Kernel):
         if thread < TOKENS // 4:
             place = thread * 16
             send(sum_of(squares + place, c.warps, 4 * TOKENS), of_squares + rank * 4 * TOKENS + place, barrier)
+        norms = [numbers_of(matrix.norm + self.channel(rank, group), VECTOR) for group in range(GROUPS)]
         cute.arch.mbarrier_wait(barrier, phase)  # after the last tile nobody sends more to this CTA, which may leave
         if (thread == 0) & (more > 0):
             expect_from_all(barrier, TOKENS)
         for half in cutlass.range_constexpr(2):
             token = first + half * 8 + row
-            parts = [(load_shared(of_squares + (i * TOKENS + half * 8 + row) * 4),) for i in range(CLUSTER)]
-            factor = cute.math.rsqrt(added(parts)[0] * (1.0 / c.hidden) + n.eps, fastmath=True)
+            total, *parts = (load_shared(of_squares + (i * TOKENS + half * 8 + row) * 4) for i in range(CLUSTER))
+            for part in parts:
+                total = total + part
+            factor = inverse_rms(total, c.hidden, n.eps)
             if cutlass.const_expr(half == 1):  # noqa: SIM102, at compile time
                 if more > 0:
                     cute.arch.sync_warp()
                     arrive_in_cluster_if_zero(address_in(read.toint(), lane % CLUSTER), lane // CLUSTER)
             for group in cutlass.range_constexpr(GROUPS):
                 channel, out = self.channel(rank, group), cute.make_rmem_tensor(WORDS, Uint32)
-                norm = numbers_of(matrix.norm + channel, VECTOR)
+                norm = norms[group]
                 for w in cutlass.range_constexpr(WORDS):
                     u, v = pair(joined[w, half, group])
                     out[w] = round_pair(u * factor * norm[2 * w], v * factor * norm[2 * w + 1], self.dtype)
@@ -360,18 +388,18 @@ class HyperConnectionSm90(Kernel):
                     put_words(made.z + (Int64(token) * c.hidden + channel), out)
 
     @cute.jit
-    def finish(self, totals: Int32, matrix: Matrix, made: Made, rank: Int32, first: Int32, n: Numbers):
+    def finish(self, totals: Int32, rates: Int32, made: Made, rank: Int32, first: Int32, n: Numbers):
         """The numbers of a CTA's two tokens, a lane each."""
         c, lane = self.config, cute.arch.lane_idx()
         of_rank = rank * (TOKENS // CLUSTER) + lane
         token = first + of_rank
         if (lane < TOKENS // CLUSTER) & (token < n.tokens):
             place = totals + of_rank * PLACE
-            factor = c_factor(load_shared(place + 4 * NUMBERS), c.hidden, n.eps)
+            factor = inverse_rms(load_shared(place + 4 * NUMBERS), STREAMS * c.hidden, n.eps)
             at, mix = Int64(token), cute.make_rmem_tensor(MIX, Float32)
             for block in cutlass.range_constexpr(NUMBERS // STREAMS):  # of pre, of post, then rows of the mix
-                scale = load_again((matrix.scale + min(block, 2)).toint()) * factor
-                of_block = zip(load_shared_four(place + block * 16), self.base_of(matrix, block), strict=True)
+                scale = load_shared(rates + 4 * (NUMBERS + min(block, 2))) * factor
+                of_block = zip(load_shared_four(place + block * 16), load_shared_four(rates + block * 16), strict=True)
                 numbers = [x * scale + y for x, y in of_block]
                 if cutlass.const_expr(block < 2):
                     target, times, more = (made.pre, 1.0, n.hc_eps) if block == 0 else (made.post, 2.0, Float32(0.0))
@@ -391,9 +419,6 @@ class HyperConnectionSm90(Kernel):
                 divide_by_sums(mix, STREAMS, 1, n.hc_eps)
             for i in cutlass.range_constexpr(MIX):
                 store(made.mix + (at * MIX + i), mix[i])
-
-    def base_of(self, matrix: Matrix, block: int) -> list[Float32]:
-        return numbers_of(matrix.base + STREAMS * block, STREAMS)
 
     def examples(self, variant: HyperConnection) -> tuple:
         given = pointers(variant.dtype, "x", "y", *["float32"] * 7)
@@ -416,9 +441,9 @@ def divide_by_sums(mix: cute.Tensor, step: int, stride: int, eps: Float32) -> No
             mix[x] = mix[x] * inverse
 
 
-def c_factor(squares: Float32, hidden: int, eps: Float32) -> Float32:
-    """Returns what numbers of streams are multiplied by: 1 / rms, of all streams side by side."""
-    return cute.math.rsqrt(squares * (1.0 / (STREAMS * hidden)) + eps, fastmath=True)
+def inverse_rms(squares: Float32, count: int, eps: Float32) -> Float32:
+    """1 / sqrt(mean + eps) of the sum of so many squares."""
+    return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
 
 
 @cute.jit
@@ -447,14 +472,6 @@ def send(words: cute.Tensor, here: Int32, barrier: cute.Pointer) -> None:
     bits = tuple(Uint32(bits_of(words[k])) for k in range(4))
     for i in range(CLUSTER):
         send_words(address_in(here, Int32(i)), bits, address_in(barrier.toint(), Int32(i)))
-
-
-def added(parts: list[tuple]) -> list:
-    """The sums of parts, in their order."""
-    total, *others = parts
-    for part in others:
-        total = [a + b for a, b in zip(total, part, strict=True)]
-    return list(total)
 
 
 def sigmoid(x: Float32) -> Float32:

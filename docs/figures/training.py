@@ -1,0 +1,43 @@
+"""Where training was followed from step to step: docs/learns_*.jsonl, as examples/deepseek_v4/train.py wrote them."""
+
+import json
+import statistics
+
+from .records import DOCS, load, table
+
+RUNS = {"v4": "V4: a window, chosen entries, all entries", "dense": "dense attention in all three layers"}
+LAST = 25
+"""steps of a mean"""
+REMAT = {
+    "all": "all of a layer",
+    "but-attention": "all but attention",
+    "but-products": "all but attention and products with matrices",
+    "none": "nothing",
+}
+
+
+def learns() -> str:
+    """The losses of both models at some steps, and how far apart they are."""
+    losses = {}
+    for name in RUNS:
+        lines = (DOCS / f"learns_{name}.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    (count,) = {len(x) for x in losses.values()}
+    ends = [count // 4, count // 2, count]
+    means = {name: [statistics.fmean(x[end - LAST : end]) for end in ends] for name, x in losses.items()}
+    rows = [[RUNS[name], *(f"{x:.3f}" for x in means[name])] for name in RUNS]
+    rows.append(["difference", *(f"{x - y:+.3f}" for x, y in zip(*means.values(), strict=True))])
+    return table(f"loss, mean of {LAST} steps | " + " | ".join(f"to step {end}" for end in ends), rows)
+
+
+def remat() -> str:
+    """What the forward pass keeps by each --remat."""
+    kept = load("kept")["kept"]
+    return table("`--remat` | computed anew | GiB kept", [[f"`{x}`", REMAT[x], f"{kept[x]:.1f}"] for x in kept])
+
+
+def head_loss() -> str:
+    """What the head's loss takes."""
+    loss = load("kept")["loss"]
+    rows = [["1024 tokens at a time", f"{loss['parts']:.1f}"], ["all logits at once", f"{loss['all logits']:.1f}"]]
+    return table("loss and gradient | GiB of temporary arrays on a CPU", rows)

@@ -1,0 +1,85 @@
+"""The loss of the next token, for which the logits of some tokens at a time are in memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .model import SPLIT
+
+TOKENS = 1024
+"""of a device whose logits are in memory at a time"""
+REST = ("data", "context")
+"""the mesh axes that share out tokens, and states beside the model's own axes"""
+
+
+@jax.custom_vjp
+def loss(x: jax.Array, head: jax.Array, following: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sum of the cross-entropies of the tokens `following`, times weights; float32, in a mesh like the model's.
+
+    Gradients are made with the loss, so no logits are kept or computed anew. The head's is summed in float32.
+
+    Args:
+      x: `[b, s, hidden]`, normed. Products are of this dtype.
+      head: `[hidden, vocabulary]`.
+      following, weights: `[b, s]`, the latter without a gradient.
+    """
+    return _of_devices(x, head, following, weights, has_gradient=False)[0]
+
+
+def _forward(x: jax.Array, head: jax.Array, following: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    total, dx, dhead = _of_devices(x, head, following, weights, has_gradient=True)
+    return total, (dx, dhead.astype(head.dtype))
+
+
+def _backward(kept: Any, of_loss: jax.Array) -> tuple[Any, ...]:
+    dx, dhead = (x * of_loss.astype(x.dtype) for x in kept)
+    return dx, dhead, None, None
+
+
+loss.defvjp(_forward, _backward)
+
+
+def _of_devices(
+    x: jax.Array, head: jax.Array, following: jax.Array, weights: jax.Array, has_gradient: bool
+) -> tuple[jax.Array, ...]:
+    """The loss, and its gradients by x and, in float32, by head. A device has its tokens' part of its vocabulary."""
+
+    def of_own(x: jax.Array, head: jax.Array, following: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+        n = following.size
+        count = -(-n // TOKENS)
+        size = -(-n // count)
+        parts = (x.reshape(n, -1), following.reshape(n), weights.reshape(n))
+        parts = (jnp.pad(a, ((0, count * size - n), *[(0, 0)] * (a.ndim - 1))) for a in parts)  # of weight 0
+        parts = tuple(a.reshape(count, size, *a.shape[1:]) for a in parts)
+        token = jnp.arange(head.shape[1]) + jax.lax.axis_index(SPLIT) * head.shape[1]
+
+        def chunk(sums: tuple[jax.Array, ...], part: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
+            x, following, weights = part
+            logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
+            is_it = token == following[:, None]
+            most = jax.lax.pmax(logits.max(-1), SPLIT)
+            e = jnp.exp(logits - most[:, None])
+            total, its = jax.lax.psum((e.sum(-1), jnp.where(is_it, logits, 0).sum(-1)), SPLIT)
+            of_part = (weights * (jnp.log(total) + most - its)).sum()
+            if not has_gradient:
+                return (sums[0] + of_part,), None
+            slope = (weights[:, None] * (e / total[:, None] - is_it)).astype(x.dtype)
+            dx = jnp.matmul(slope, head.T, preferred_element_type=jnp.float32)
+            return (sums[0] + of_part, sums[1] + jnp.matmul(x.T, slope, preferred_element_type=jnp.float32)), dx
+
+        zeros = (jax.lax.pcast(jnp.float32(0), REST, to="varying"),)
+        if has_gradient:
+            zeros = *zeros, jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), (*REST, *SPLIT), to="varying")
+        sums, dx = jax.lax.scan(chunk, zeros, parts)
+        sums = tuple(jax.lax.psum(a, REST) for a in sums)
+        if not has_gradient:
+            return sums
+        dx = jax.lax.psum(dx.reshape(count * size, -1)[:n].reshape(x.shape), SPLIT)
+        return sums[0], dx.astype(x.dtype), sums[1]
+
+    rows, columns = P(*REST), P(None, SPLIT)
+    out = (P(), rows, columns) if has_gradient else (P(),)
+    run = jax.shard_map(of_own, in_specs=(rows, columns, rows, rows), out_specs=out)
+    return run(x, head.astype(x.dtype), following, weights)

@@ -1,0 +1,183 @@
+"""Times a whole DeepSeek-V4 over the GPUs that are here: `python -m examples.deepseek_v4.whole [CHECKPOINT]`.
+
+Parameters are random numbers in a checkpoint's form, with routed experts in MXFP4, made where they lie. A checkpoint is
+read for its config.json alone. A row is a step, or a chunk of a prompt, as the model computes it in `serve`. Its time
+is the host's, of many calls that each wait for the one before. With --parts a second table says where the devices' time
+goes, by the profiler: each part's share of a call, in ms of one device, and the time in which no kernel runs. Its
+programs have no CUDA graphs, through which the profiler does not see.
+"""
+
+import json
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha.layers import STEP_OPTIONS
+
+from . import common, speed, stand_in
+from .model import Caches, Model
+from .serve import progress
+from .speed import CHUNK, CONTEXTS, FLASH, Work
+
+SEQUENCES = (1, 8, 64, 256)
+PARTS = ("indexer", "compressor", "attention", "connections", "moe", "norm", "append")
+"""scopes of the model, of which an operation is a part of the innermost"""
+EXPERTS = re.compile(r"group_rows|grouped_product")
+COLLECTIVES = re.compile(r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective")
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": "10000"}
+
+
+def main(
+    checkpoint: str | None = None,
+    config: dict[str, Any] = FLASH,
+    contexts: Sequence[int] = CONTEXTS,
+    sequences: Sequence[int] = SEQUENCES,
+    chunk: int = CHUNK,
+    calls: int = 20,
+    kept: str | None = None,
+    parts: bool = False,
+    expert: int = 1,
+    file: str | None = None,
+) -> list[dict[str, Any]]:
+    """Prints each time once it is there, then the tables, and returns their rows.
+
+    Args:
+      config: where there is no checkpoint.
+      kept: the dtype of packed caches, by its name; None keeps what the model computes with.
+    """
+    model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
+    if parts and jax.default_backend() != "gpu":
+        raise ValueError(f"--parts: got {jax.default_backend()}, wanted GPUs, whose kernels the profiler sees")
+    works = [Work(context, b, 1) for context in contexts for b in sequences if b == 1 or context == contexts[0]]
+    works += [Work(context, 1, chunk) for context in contexts if context >= chunk]
+    rows: list[dict[str, Any]] = []
+    with common.mesh_of(1, expert, data=1) as mesh:
+        if not stand_in.fits(model, mesh):
+            got = f"a model of {model.hidden} channels, and {model.inner} in an expert"
+            raise NotImplementedError(f"got {got}, wanted V4's, with experts that fused_moe takes")
+        progress("making random parameters")
+        params = model.joined(stand_in.parameters(model, mesh, common.compute_dtype()))
+        progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
+        for work in works:
+            what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
+            rows.append({"work": str(work), **of_work(*what, calls)})
+            if parts:
+                rows[-1]["parts"] = parts_of(*what)
+            progress(f"{work}: {rows[-1]['ms']:.3f} ms, compiled in {rows[-1]['compiled in s']:.1f} s")
+            if file:
+                about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
+                Path(file).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    heads = ("ms", "tokens/s", "compiled in s")
+    print(" " * 32, *(f"{head:>14}" for head in heads))
+    for row in rows:
+        print(f"{row['work']:32}", *(f"{row[head]:14.3f}" for head in heads))
+    if parts:
+        names = sorted({name for row in rows for name in row["parts"]})
+        print("\n" + " " * 32, *(f"{name:>12}" for name in names))
+        for row in rows:
+            print(f"{row['work']:32}", *(f"{row['parts'].get(name, 0):12.3f}" for name in names))
+    return rows
+
+
+def program(
+    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, **options: str
+) -> tuple[Any, Caches, tuple[Any, ...], float]:
+    """A compiled call, full caches, what it takes besides, and the seconds that it took to compile."""
+    everywhere = NamedSharding(mesh, P())
+    make = lambda: speed.random(model.cache(work.b, work.context, dtype))  # noqa: E731
+    caches = jax.jit(make, out_shardings=everywhere)()
+    tokens = jax.random.randint(jax.random.key(0), (work.b, work.tokens), 0, model.vocabulary, jnp.int32)
+    lengths = jnp.full(work.b, work.context, jnp.int32)
+    f: Callable[..., Any] = model.step if work.tokens == 1 else model.read
+    given = (tokens[:, 0], lengths) if work.tokens == 1 else (tokens, lengths - work.tokens, lengths)
+    operands: tuple[Any, ...] = jax.device_put(given, everywhere)
+    if jax.default_backend() == "gpu":
+        options = {**(STEP_OPTIONS if work.tokens == 1 else {}), **options}
+    began = time.perf_counter()
+
+    def call(params: Any, caches: Caches, *operands: Any) -> Any:
+        return f(params, operands[0], caches, *operands[1:])
+
+    jitted = jax.jit(call, donate_argnums=1, out_shardings=(None, everywhere), compiler_options=options or None)
+    compiled = jitted.lower(params, caches, *operands).compile()
+    return compiled, caches, operands, time.perf_counter() - began
+
+
+def of_work(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int) -> dict[str, Any]:
+    """The median of three times so many calls, and what compiling took."""
+    f, caches, operands, seconds = program(model, params, mesh, work, dtype)
+
+    def call(caches: Caches) -> tuple[Caches, jax.Array]:
+        logits, caches = f(params, caches, *operands)
+        return caches, logits
+
+    ms = speed.median(call, calls if work.tokens == 1 else max(1, calls // 5), caches)
+    return {"ms": ms, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
+
+
+def parts_of(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int = 5) -> dict[str, float]:
+    """ms of one device by part of the model, the mean over devices and calls; "idle": none of its kernels runs."""
+    f, caches, operands, _ = program(model, params, mesh, work, dtype, **NO_GRAPHS)
+    part_of = parts_by_operation(f.as_text() or "")
+    tracing = jax.profiler.ProfileOptions()
+    tracing.host_tracer_level = tracing.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for trace in (False, True):
+            if trace:
+                jax.profiler.start_trace(folder, profiler_options=tracing)
+            for _ in range(calls):
+                logits, caches = f(params, caches, *operands)
+            jax.block_until_ready(logits)
+        jax.profiler.stop_trace()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+        found: dict[str, float] = defaultdict(float)
+        for plane in profile.planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            events = sorted(
+                (event.start_ns, event.duration_ns, event.name, str(dict(event.stats).get("hlo_op", "")))
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            )
+            end = events[0][0] if events else 0
+            for start, ns, name, operation in events:
+                part = part_of.get(operation, "rest")
+                for kernels, its in ((EXPERTS, "experts"), (COLLECTIVES, "collectives")):
+                    part = its if kernels.search(f"{name} {operation}") else part
+                found["idle"] += max(0, start - end)
+                found[part] += max(0, start + ns - max(start, end))
+                end = max(end, start + ns)
+    return {part: ns / 1e6 / calls / mesh.size for part, ns in found.items()}
+
+
+def parts_by_operation(text: str) -> dict[str, str]:
+    """The part of each operation of a compiled program's text: the innermost of `PARTS` in its op_name."""
+    found = {}
+    for name, path in re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', text, re.M):
+        scopes = [scope for scope in path.split("/") if scope in PARTS]
+        found[name] = scopes[-1] if scopes else "rest"
+    return found
+
+
+def arguments() -> dict[str, Any]:
+    made = speed.parser(__doc__.split("\n\n")[0], SEQUENCES, "of a step at the first context; at others there is one")
+    made.add_argument("--fp8", dest="kept", action="store_const", const="float8_e4m3fn", help="caches in FP8")
+    made.add_argument("--parts", action="store_true", help="also where the devices' time goes; compiles twice")
+    number = common.at_least(1)
+    made.add_argument("--expert", type=number, default=1, help="devices that share out experts and heads (default: 1)")
+    return speed.parsed(made)
+
+
+if __name__ == "__main__":
+    common.run(main, **arguments())

@@ -1,0 +1,193 @@
+"""Attention whose V is the first d_v numbers of K: values by loops in float64, gradients by autodiff of a dense
+softmax, vmap, and words where there is no kernel.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import Span, explain, fmha, merge, reference, sparse_fmha
+from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._testing import float64
+from jax_dsv4_fmha._testing.compare import FP32
+from tests.helpers import assert_right, every_kernel, normal
+
+B, S_Q, S_KV, H, D, D_V, TOPK = 2, 5, 20, 4, 24, 16, 8
+Q, K, SINK = normal(0, B, S_Q, H, D), normal(1, B, S_KV, 2, D), normal(2, H)
+KV, POOL = K[:, :, 0], normal(3, S_KV, D)
+INDICES = jnp.asarray(np.random.default_rng(4).integers(-2, S_KV, (B, S_Q, TOPK)), jnp.int32).at[0, 0].set(-1)
+SPAN = Span(jnp.array([[0, 3, 7, 2, 5]] * B), jnp.array([[9, 20, 7, 3, 12]] * B))  # the third query sees nothing
+
+
+def span(q, k, sink, **how):
+    return fmha(q, k, d_v=D_V, span=SPAN, sink=sink, **how)
+
+
+def selection(q, kv, sink, **how):
+    return sparse_fmha(q, kv, INDICES, d_v=D_V, sink=sink, **how)
+
+
+CALLS = {"span": (span, K), "selection": (selection, KV), "pool": (selection, POOL)}
+
+
+def in_float64(name, k):
+    """By loops, V an array of its own."""
+    q, sink, k = (np.asarray(x) for x in (Q, SINK, k))
+    if name == "span":
+        start, stop = (np.broadcast_to(x, (B, S_Q)) for x in (SPAN.start, SPAN.stop))
+        o, lse = float64.fmha(q, k, None, start, stop, sink)
+    else:
+        o, lse = float64.sparse_fmha(q, np.broadcast_to(k, (B, S_KV, D)), np.asarray(INDICES), sink)
+    return o[..., :D_V], lse
+
+
+def dense(name, q, k, sink):
+    """The same over all keys, with how often each is seen."""
+    if name == "span":
+        i = jnp.arange(S_KV)
+        count = ((SPAN.start[..., None] <= i) & (i < SPAN.stop[..., None])).astype(jnp.float32)
+    else:
+        count = (INDICES[..., None] == jnp.arange(S_KV)).sum(2).astype(jnp.float32)
+    k = jnp.repeat(k, 2, 2) if name == "span" else jnp.broadcast_to(k, (B, S_KV, D))[:, :, None].repeat(H, 2)
+    s = jnp.einsum("bnhd,bkhd->bnhk", q, k) * D**-0.5
+    s = jnp.where(count[:, :, None] > 0, s + jnp.log(jnp.maximum(count, 1))[:, :, None], -1e30)
+    is_seen = (count > 0).any(-1)[..., None]
+    lse = jnp.where(is_seen, jax.nn.logsumexp(s, -1), -jnp.inf)
+    p = jnp.exp(s - jnp.logaddexp(jnp.where(is_seen, lse, 0), sink)[..., None]) * is_seen[..., None]
+    return jnp.einsum("bnhk,bkhd->bnhd", p, k[..., :D_V]), lse
+
+
+def loss(f):
+    def total(*x):
+        o, lse = f(*x)
+        return (o * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + jnp.where(jnp.isinf(lse), 0, lse).sum()
+
+    return total
+
+
+def assert_same(got, want, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), got, want)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("name", CALLS)
+def test_values(name, implementation):
+    f, k = CALLS[name]
+    got = f(Q, k, SINK, implementation=implementation)
+    assert got[0].shape == (B, S_Q, H, D_V)
+    assert_right(got, in_float64(name, k), FP32)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients(name, implementation):
+    """They reach q, the sink, and both parts of a key."""
+    f, k = CALLS[name]
+    got = jax.jit(jax.grad(loss(functools.partial(f, implementation=implementation)), (0, 1, 2)))(Q, k, SINK)
+    want = jax.jit(jax.grad(loss(functools.partial(dense, name)), (0, 1, 2)))(Q, k, SINK)
+    assert_same(got, want, 1e-4)
+
+
+def test_all_of_d_is_what_it_is_without():
+    for given, plain in (
+        (fmha(Q, K, d_v=D, span=SPAN), fmha(Q, K, span=SPAN)),
+        (sparse_fmha(Q, KV, INDICES, d_v=D), sparse_fmha(Q, KV, INDICES)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, given, plain)
+    texts = [jax.jit(lambda q, k, n=n: fmha(q, k, d_v=n)).lower(Q, K).as_text() for n in (D, None)]
+    assert texts[0] == texts[1]
+
+
+def test_16_bits_and_the_published_sizes():
+    """Latents of 512 dimensions and 64 for RoPE."""
+    q, kv = normal(5, 1, 2, 3, 576, dtype=jnp.bfloat16), normal(6, 1, 7, 576, dtype=jnp.bfloat16)
+    indices = jnp.array([[[0, 3, -1], [6, 2, 5]]])
+    o, lse = sparse_fmha(q, kv, indices, d_v=512)
+    assert o.shape == (1, 2, 3, 512) and o.dtype == jnp.bfloat16
+    want = reference.sparse_fmha(q.astype(jnp.float32), kv.astype(jnp.float32), indices)
+    assert_right((o, lse), (want[0][..., :512], want[1]))
+
+
+def test_merged_halves_are_the_whole():
+    parts = [fmha(Q, k, d_v=D_V) for k in (K[:, :7], K[:, 7:])]
+    assert_same(merge(parts, SINK), fmha(Q, K, d_v=D_V, sink=SINK))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_vmap_and_its_gradient(name):
+    f, k = CALLS[name]
+    xs = [jnp.stack([x, x[::-1]]) for x in (Q, k, SINK)]
+    want = [f(*(x[i] for x in xs)) for i in range(2)]
+    assert_same(jax.jit(jax.vmap(f))(*xs), jax.tree.map(lambda *x: jnp.stack(x), *want))
+    one = jax.jit(jax.vmap(jax.grad(loss(f), (0, 1, 2))))(*xs)
+    both = jax.jit(jax.grad(lambda *x: jax.vmap(loss(f))(*x).sum(), (0, 1, 2)))(*xs)
+    assert_same(one, both, 1e-4)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    yield
+    jax.clear_caches()
+
+
+def of_width(d, d_v, **how):
+    q, kv = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((1, 4, 64, d), (1, 16, d)))
+    i = jax.ShapeDtypeStruct((1, 4, 8), jnp.int32)
+    return {
+        "span": (lambda q, k: fmha(q, k[:, :, None], d_v=d_v, span=Span.causal(4, 12), **how), (q, kv)),
+        "selection": (lambda q, k, i: sparse_fmha(q, k, i, d_v=d_v, **how), (q, kv, i)),
+    }
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(576, 512), (512, 448), (128, 64)])
+@pytest.mark.parametrize("name", ["span", "selection"])
+def test_no_kernel_has_a_part_of_k_as_v(hopper, name, d, d_v):
+    """Kernels of that d take all of K."""
+    f, x = of_width(d, d_v)[name]
+    (decision,) = explain(f, *x)
+    assert decision.implementation == "reference"
+    assert f"no kernel takes bfloat16, d={d}, d_v={d_v};" in decision.reason
+    for how, words in (
+        ({"implementation": "cubin"}, "implementation: got 'cubin'"),
+        ({"batch_invariant": True}, "batch_invariant: got True"),
+    ):
+        f, x = of_width(d, d_v, **how)[name]
+        with pytest.raises(NotImplementedError, match=f"{words} for bfloat16, d={d}, d_v={d_v}"):
+            jax.eval_shape(f, *x)
+
+
+def test_deterministic_gradients(hopper):
+    """As elsewhere where there is no kernel: of selections XLA adds in no fixed order, of spans in one."""
+    how = {"deterministic": True}
+    for name, is_error in (("span", False), ("selection", True)):
+        f, x = of_width(576, 512, **how)[name]
+        grad = jax.grad(lambda *x, f=f: f(*x)[0].astype(jnp.float32).sum())
+        if not is_error:
+            jax.eval_shape(grad, *x)
+            continue
+        with pytest.raises(NotImplementedError, match="deterministic: got True for bfloat16, d=576, d_v=512"):
+            jax.eval_shape(grad, *x)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: fmha(Q, K, K, d_v=D_V), ValueError, "fmha: d_v: got 16, wanted None with v: V is as wide as v is"),
+        (lambda: fmha(Q, K, d_v=25), ValueError, "fmha: d_v: got 25, wanted an int of 1 to d=24: V is the first"),
+        (lambda: fmha(Q, K, d_v=0), ValueError, "fmha: d_v: got 0, wanted an int >= 1"),
+        (lambda: fmha(Q, K, d_v=True), ValueError, "fmha: d_v: got True, wanted an int >= 1"),
+        (lambda: fmha(Q, K, d_v="16"), TypeError, "fmha: d_v: got 16, wanted an int .*; '16' is a str"),
+        (lambda: sparse_fmha(Q, KV, INDICES, d_v=25), ValueError, "sparse_fmha: d_v: got 25, wanted an int of 1 to"),
+        (lambda: sparse_fmha(Q, KV, INDICES, d_v=1.5), TypeError, "sparse_fmha: d_v: got 1.5, wanted an int >= 1"),
+    ],
+)
+def test_errors(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

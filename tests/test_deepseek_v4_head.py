@@ -1,0 +1,56 @@
+"""examples/deepseek_v4/head.py: the loss of the next token by parts of the tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.deepseek_v4 import common, head
+from examples.deepseek_v4.model import SPLIT
+
+from .helpers import collectives, normal
+
+
+def operands(dtype):
+    x, w = normal(0, 4, 12, 16, dtype=dtype), normal(1, 16, 40)
+    following = jnp.asarray(np.random.default_rng(2).integers(0, 40, (4, 12)))
+    weights = jnp.where(jnp.arange(12) < 11, jnp.float32(1 / 44), 0) * jnp.ones((4, 1))
+    return x, w, following, weights
+
+
+def of_all_logits(x, w, following, weights):
+    logits = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    return (optax.softmax_cross_entropy_with_integer_labels(logits, following) * weights).sum()
+
+
+def gradients(loss):
+    return jax.value_and_grad(lambda *x: 3 * loss(*x), argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "axes", [{}, {"data": 2, "context": 2, "tensor": 2}, {"data": 1, "context": 4, "expert": 2}], ids=str
+)
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["float32", "bfloat16"])
+def test_parts_of_the_tokens(monkeypatch, axes, dtype, tolerance):
+    """Loss and gradients are those of all logits at once; no device has its tokens' logits, or gathers anything."""
+    monkeypatch.setattr(head, "TOKENS", 5)
+    given = operands(dtype)
+    want, (dx, dw) = gradients(of_all_logits)(*given)
+    with common.mesh_of(axes.get("tensor", 1), axes.get("expert", 1), axes.get("data", 1), axes.get("context", 1)) as m:
+        places = P("data", "context"), P(None, SPLIT), P("data", "context"), P("data", "context")
+        given = [jax.device_put(a, NamedSharding(m, at)) for a, at in zip(given, places, strict=True)]
+        program = jax.jit(gradients(head.loss)).lower(*given).compile()
+        got, got_by = program(*given)
+        without = jax.jit(head.loss)(*given)
+    np.testing.assert_allclose([got, 3 * without], want, rtol=1e-6)
+    for a, b in zip(got_by, (dx, dw), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
+    assert {"all-gather", "all-to-all"}.isdisjoint(collectives(program))
+    tokens, columns = 48 // (m.shape["data"] * m.shape["context"]), 40 // (m.shape["tensor"] * m.shape["expert"])
+    assert f"f32[{tokens},{columns}]" not in program.as_text()
+    assert f",{columns}]" in program.as_text()
