@@ -115,8 +115,9 @@ def test_a_step_by_definition_gives_it_too(kind):
 
 def test_a_layer_of_v41_gives_it_too():
     """Its indexer's query is packed, and wk, which no kernel reads, is not."""
-    layers = from_config(MODELS["v4.1"] | SIZES | {"num_hidden_layers": 2, "compress_ratios": [0, 2]})
-    layer, x = layers[1], hidden(S)
+    sources = {"kv_source_layer_ids": [1], "index_source_layer_ids": [1], "candidate_source_layer_id": -1}
+    config = MODELS["v4.1"] | SIZES | {"num_hidden_layers": 2, "compress_ratios": [0, 2]} | sources
+    layer, x = from_config(config)[1], hidden(S)
     tensors = tensors_of(layer)
     plain, packed = (from_state_dict(layer, tensors, packed=is_packed) for is_packed in (False, True))
     assert packed_names(packed) == OF_ATTENTION | {"indexer.wq_b"}
