@@ -18,6 +18,9 @@ IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "k_bias", "q_norm", "kv_norm")
 """names of parameters that are in float32 whatever dtype the matrices have"""
 PACKED = {"wq_a": (0, 1), "wkv": (0, 1), "wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
 """matrices that may be packed, the indexer's among them: where the axes of their columns begin, and where they end"""
+JOINED = "wx"
+"""the matrices that multiply x side by side, packed if all of them are"""
+_AXES = PACKED | {JOINED: (0, 1)}
 
 
 @functools.cache
@@ -41,7 +44,7 @@ def parameters(part: Any, params: Any) -> None:
 
 def agree(op: str, name: str, got: Any, wanted: Any) -> None:
     """Raises unless these are floats with the wanted names and shapes, or packed matrices of these shapes."""
-    if isinstance(got, PackedMatrix) and name.rpartition(".")[2] in PACKED:
+    if isinstance(got, PackedMatrix) and name.rpartition(".")[2] in _AXES:
         _agree_packed(op, name, got, wanted.shape)
         return
     if not isinstance(wanted, Mapping):
@@ -71,16 +74,31 @@ def _agree_packed(op: str, name: str, got: PackedMatrix, shape: tuple[int, ...])
 
 
 def extents(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
-    """The axes of several matrices, and the rows and columns of each, that a matrix of PACKED has with this shape."""
-    first, last = PACKED[name.rpartition(".")[2]]
+    """The axes of several matrices, and the rows and columns of each, that one has which may be packed, of this shape."""
+    first, last = _AXES[name.rpartition(".")[2]]
     return shape[:first], math.prod(shape[last:]), math.prod(shape[first:last])
 
 
 def packed_spec(name: str, spec: PartitionSpec) -> PartitionSpec:
     """The PartitionSpec of a packed matrix's data, where the matrix has this one."""
-    first, last = PACKED[name.rpartition(".")[2]]
+    first, last = _AXES[name.rpartition(".")[2]]
     padded = (*spec, *[None] * (last + 1 - len(spec)))
     return PartitionSpec(*padded[:first], padded[last], padded[first], None)
+
+
+def of_data(op: str, name: str, params: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The PartitionSpecs of parameters, or of their shapes; where one is packed, that of its data."""
+    if not isinstance(params, Mapping) or params.keys() != specs.keys():
+        got = ", ".join(map(str, params)) if isinstance(params, Mapping) else params
+        raise _check.error(TypeError, op, name, got, f"a dict of {', '.join(specs)}, as `init` makes it")
+    found = dict[str, Any]()
+    for key, spec in specs.items():
+        if isinstance(spec, Mapping):
+            found[key] = of_data(op, f"{name}.{key}", params[key], spec)
+        else:
+            found[key] = packed_spec(key, spec) if isinstance(params[key], PackedMatrix) else spec
+    return found
+
 
 
 def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:

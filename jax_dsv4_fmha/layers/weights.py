@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from .. import _check
-from .._definitions.experts import SLAB, TILE
-from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, SLAB_BYTES, PackedMatrix, pack_matrix
+from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, PackedMatrix, pack_matrix
 from . import _latent_weights, _operands, _params
-from ._operands import IN_FLOAT32, PACKED, extents, packed_spec, shapes
+from ._operands import IN_FLOAT32, extents, shapes
+from ._packing import divides, may_be_packed, sharding_of_data
 from .attention import DSV4Attention
 from .latent import LatentAttention
 
@@ -85,7 +84,8 @@ def from_state_dict(
         as the parameters are laid out. None means the default device.
       packed: whether matrices in e4m3 stay so, as a `PackedMatrix`: those that a layer takes, with scales for blocks of
         128 that are powers of two up to 128, of groups of whole blocks, and where devices' parts are whole tiles. All
-        others are as without it. `shardings` are those of the matrices that they stand for.
+        others, and those of a `LatentAttention`, are as without it. `shardings` are those of the matrices that they
+        stand for.
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
@@ -161,24 +161,19 @@ def from_state_dict(
         name: str, shape: tuple[int, ...], leaf: str, sharding: jax.sharding.Sharding | None
     ) -> PackedMatrix | None:
         """A tensor as the packed matrix of a leaf, or None where it has to be unpacked."""
+        if not may_be_packed(leaf, shape, sharding):
+            return None
         several, rows, columns = extents(leaf, shape)
         codes, scales = as_it_is(name, (math.prod(several) * rows, columns), leaf)
         w = None if scales is None else _packed(codes, scales, several, shape)
-        if isinstance(sharding, NamedSharding):
-            spec = packed_spec(leaf, sharding.spec)
-            sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-        whole = *several, rows // TILE, columns // SLAB, SLAB_BYTES  # tiles that are not filled up
-        if w is None or not (_divides(sharding, whole) and _divides(sharding, w.data.shape)):
-            return None
-        return dataclasses.replace(w, data=placed(w.data, sharding))
+        return None if w is None else dataclasses.replace(w, data=placed(w.data, sharding_of_data(leaf, sharding)))
 
     def read(path: Any, leaf_shape: Any, sharding: jax.sharding.Sharding | None) -> jax.Array | PackedMatrix:
         leaf, shape = ".".join(p.key for p in path), leaf_shape.shape
         if leaf not in names:  # V4.1's, which has DeepSeek's names at Hugging Face too
             raise _check.error(ValueError, _OP, "tensors", f"no {leaf} under these names", prefix + _DEEPSEEK[leaf])
         parts = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
-        last = leaf.rpartition(".")[2]
-        if packed and last in PACKED and (w := in_fp8(parts[0], shape, leaf, sharding)) is not None:
+        if packed and isinstance(layer, DSV4Attention) and (w := in_fp8(parts[0], shape, leaf, sharding)) is not None:
             return w
         if isinstance(layer, LatentAttention):
             x = _latent_weights.value(layer, tensor, leaf, shape)
@@ -194,8 +189,8 @@ def from_state_dict(
             if leaf.endswith("compressor.w") and _has_no_gate(layer, leaf):
                 parts = parts[:1]
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
-        x = x.reshape(shape).astype(jnp.float32 if last in IN_FLOAT32 else dtype)
-        if not _divides(sharding, shape):
+        x = x.reshape(shape).astype(jnp.float32 if leaf.rpartition(".")[2] in IN_FLOAT32 else dtype)
+        if not divides(sharding, shape):
             raise _check.error(ValueError, _OP, f"shardings of {leaf}", str(sharding), f"one for {list(shape)}")
         return placed(x, sharding)
 
@@ -301,21 +296,13 @@ def _to_numpy(name: str, x: Any, dtypes: Sequence[str], wanted: str) -> np.ndarr
     return np.asarray(x).astype(np.float32)
 
 
-def _divides(sharding: jax.sharding.Sharding | None, shape: tuple[int, ...]) -> bool:
-    try:
-        return sharding is None or bool(sharding.shard_shape(shape))
-    except ValueError:
-        return False
-
-
 def _packed(
     codes: np.ndarray, scales: np.ndarray, several: tuple[int, ...], shape: tuple[int, ...]
 ) -> PackedMatrix | None:
     """Codes `[several · rows, columns]` as a packed matrix of this shape, or None if it cannot have their scales."""
-    n, rows = math.prod(several), codes.shape[0] // math.prod(several)
-    mantissa = np.frexp(scales)[0]
+    n, mantissa = math.prod(several), np.frexp(scales)[0]
     are_kept = ((mantissa == 0.5) & (scales <= 2.0 ** (GREATEST_SCALE - 127))).all()
-    if not are_kept or scales.shape != tuple(-(-m // BLOCK) for m in codes.shape) or (n > 1 and rows % BLOCK):
+    if not are_kept or scales.shape != tuple(-(-m // BLOCK) for m in codes.shape):
         return None
     codes = codes.astype(jnp.float8_e4m3fn)
     codes, scales = (x.reshape(*several, len(x) // n, x.shape[1]) for x in (codes, scales))
