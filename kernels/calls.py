@@ -179,7 +179,6 @@ def mla_gradient(op: str, mode: Mode = PLAIN) -> Target:
     point. A bound is 64 bits for a key, the low word first.
     """
     sources, attributes = SOURCES[op.replace("_bwd", "_fwd")], SCALE
-    results: Arrays
     rows, resolution = OF_ROWS, arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
     results: Arrays
     if mode.bounds:

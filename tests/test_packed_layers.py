@@ -200,7 +200,7 @@ def test_shardings_of_packed_parameters():
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), of_eight | {"wo_a": P()})
     assert packed_names(layer.packed(plain, where)) == {"wq_a", "wkv", "wo_a", "indexer.wq_b"}
-    with pytest.raises(TypeError, match="DSV4Attention: params: got wkv, wanted a dict of .*wq_b"):
+    with pytest.raises(TypeError, match=r"DSV4Attention: params: got wkv, wanted a dict of .*wq_b"):
         layer.partition("heads", params={"wkv": plain["wkv"]})
 
 

@@ -74,7 +74,7 @@ def _agree_packed(op: str, name: str, got: PackedMatrix, shape: tuple[int, ...])
 
 
 def extents(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
-    """The axes of several matrices, and the rows and columns of each, that one has which may be packed, of this shape."""
+    """The axes of several matrices, and the rows and columns of each, where one that may be packed has this shape."""
     first, last = _AXES[name.rpartition(".")[2]]
     return shape[:first], math.prod(shape[last:]), math.prod(shape[first:last])
 
@@ -98,7 +98,6 @@ def of_data(op: str, name: str, params: Any, specs: Mapping[str, Any]) -> dict[s
         else:
             found[key] = packed_spec(key, spec) if isinstance(params[key], PackedMatrix) else spec
     return found
-
 
 
 def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:

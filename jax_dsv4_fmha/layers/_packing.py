@@ -25,7 +25,7 @@ def sharding_of_data(leaf: str, sharding: Sharding | None) -> Sharding | None:
 
 
 def may_be_packed(leaf: str, shape: tuple[int, ...], sharding: Sharding | None) -> bool:
-    """Whether a layer takes this matrix packed, groups are whole blocks, and a device's part of it is whole tiles."""
+    """Returns whether a layer takes it packed: groups are whole blocks, and devices' parts are whole tiles."""
     if leaf.rpartition(".")[2] not in PACKED:
         return False
     several, rows, columns = extents(leaf, shape)
@@ -38,7 +38,7 @@ def may_be_packed(leaf: str, shape: tuple[int, ...], sharding: Sharding | None) 
 
 
 def divides(sharding: Sharding | None, shape: tuple[int, ...]) -> bool:
-    """Whether devices have equal parts of an array of this shape."""
+    """Returns whether devices have equal parts of an array of this shape."""
     try:
         return sharding is None or bool(sharding.shard_shape(shape))
     except ValueError:

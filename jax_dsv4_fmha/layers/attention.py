@@ -86,14 +86,12 @@ class DSV4Attention(LayerShape):
         _operands.parameters(self, params)
         return _params.joined(self, params)
 
-    def packed(
-        self, params: Any, shardings: jax.sharding.Sharding | dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def packed(self, params: Any, shardings: jax.sharding.Sharding | dict[str, Any] | None = None) -> dict[str, Any]:
         """These parameters with projections rounded to FP8, each a `PackedMatrix`: to the nearest numbers in e4m3, by
         the least powers of two for blocks of 128 x 128 that they fit in.
 
-        `from_state_dict(..., packed=True)` keeps a checkpoint's own codes and scales. This is for parameters in 16 or 32
-        bits, random ones among them.
+        `from_state_dict(..., packed=True)` keeps a checkpoint's own codes and scales. This method is for parameters in
+        16 or 32 bits, random ones among them.
 
         Args:
           params: as `init` or `joined` makes them. Those that are packed stay as they are.
