@@ -38,7 +38,7 @@ def tensors_of(layer, block=128, seed=0):
             continue
         scale = np.exp2(np.random.default_rng(1).integers(-8, -5, [-(-n // block) for n in x.shape]))
         whole = np.repeat(np.repeat(scale, block, 0), block, 1)[: x.shape[0], : x.shape[1]]
-        tensors[f"{name}.weight"] = (x / whole).astype(jnp.float8_e4m3fn)
+        tensors[f"{name}.weight"] = np.clip(x / whole, -448, 448).astype(jnp.float8_e4m3fn)  # more is NaN
         tensors[f"{name}.scale"] = scale.astype(jnp.float8_e8m0fnu)
     return tensors
 
