@@ -256,7 +256,9 @@ def test_errors():
     for changes, says in cases:
         with pytest.raises((ValueError, TypeError), match=f"^DSV4Attention: .*{says}"):
             layer(packed | changes, hidden(S))
-    with pytest.raises(ValueError, match=r"to_state_dict: params.indexer.wq_b: got a PackedMatrix, wanted an array, as"):
+    with pytest.raises(
+        ValueError, match=r"to_state_dict: params.indexer.wq_b: got a PackedMatrix, wanted an array, as"
+    ):
         to_state_dict(layer, packed)
     latent = LatentAttention(hidden=128, heads=4, q_rank=128, latent=48, nope=16, v=16, rope=Rope(16))
     params = latent.init(jax.random.key(0), jnp.bfloat16)
