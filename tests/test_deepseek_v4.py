@@ -21,9 +21,22 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, data, engram, load, metrics, serve, speed, stand_in, train, whole
+from examples.deepseek_v4 import (
+    choices,
+    common,
+    data,
+    engram,
+    load,
+    metrics,
+    packed,
+    serve,
+    speed,
+    stand_in,
+    train,
+    whole,
+)
 from examples.deepseek_v4.drafts import DSpark
-from examples.deepseek_v4.model import FIXED, Model
+from examples.deepseek_v4.model import FIXED, SPLIT, Model
 from examples.serving import Request, Server
 from jax_dsv4_fmha import PackedMatrix
 
@@ -183,6 +196,7 @@ def test_shards(name, shape):
 def test_speed_s_parameters_in_a_checkpoint_s_form():
     """They are packed, and of such sizes that a step's numbers are neither lost nor great."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "o_groups": 2}
+    sizes |= {"o_lora_rank": 128}
     model = Model.from_config({**common.small(), **sizes, "layer_types": ["compressed_sparse_attention"]})
     params = speed.parameters(dataclasses.replace(model, hashed=0), packed=True)
     p, layer = params["layers"][0]["attention"], model.layers[0]
@@ -190,7 +204,7 @@ def test_speed_s_parameters_in_a_checkpoint_s_form():
     assert all(isinstance(w, PackedMatrix) for w in of_step)
     x = jax.random.normal(jax.random.key(0), (2, 1, 256), p["wx"].dtype)
     y = layer.step(p, x, layer.cache(2, 32, x.dtype), lengths=1).y
-    assert 2**-8 < np.std(np.asarray(y, np.float32)) < 2**6
+    assert 2**-4 < np.std(np.asarray(y, np.float32)) < 2**4
 
 
 @pytest.mark.slow
@@ -211,7 +225,7 @@ def test_whole(tmp_path, capsys):
     """Over two devices: a row for each piece of work, of parameters whose experts lie apart."""
     kinds = [f"{common.KINDS[i]}_attention" for i in (0, 1, 2, 1)]
     config = common.small() | {"num_hidden_layers": 4, "layer_types": kinds, "num_hash_layers": 1}
-    config |= {"hidden_size": 256, "moe_intermediate_size": 256}
+    config |= {"hidden_size": 256, "moe_intermediate_size": 256, "o_groups": 2, "o_lora_rank": 128}
     file, works = tmp_path / "whole.json", {"contexts": (32, 64), "sequences": (1, 2), "chunk": 16}
     rows = whole.main(config=config, **works, calls=1, expert=2, file=str(file))
     steps = ["step, b 1, 32 tokens", "step, b 2, 32 tokens", "step, b 1, 64 tokens"]
@@ -224,9 +238,11 @@ def test_whole(tmp_path, capsys):
         text = whole.program(model, params, mesh, speed.Work(32, 1, 1), jnp.dtype("float32"))[0].as_text()
     assert {"attention", "moe", "connections", "rest"} <= set(whole.parts_by_operation(text).values())
     wanted = stand_in.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
-    found = stand_in.thinned(params)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    found = stand_in.thinned(packed.whole(params, jnp.float32))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
     for layer in params["layers"]:
+        of_step = [layer["attention"][name].data.sharding.spec for name in ("wq_b", "wo_a", "wo_b")]
+        assert [spec.index(SPLIT) for spec in of_step] == [0, 0, 1]
         assert all(x.sharding.spec[0] == "expert" for x in jax.tree.leaves((layer["moe"]["w13"], layer["moe"]["w2"])))
     gates = [np.asarray(layer["moe"]["gate"]) for layer in params["layers"]]
     assert not np.array_equal(gates[1], gates[3])

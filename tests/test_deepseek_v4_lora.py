@@ -11,8 +11,9 @@ from examples.deepseek_v4 import common, lora, train
 from examples.deepseek_v4 import save as saving
 from examples.deepseek_v4.checkpoint import Checkpoint
 from examples.deepseek_v4.model import FIXED, Model
-from examples.deepseek_v4.packed import Packed
+from examples.deepseek_v4.packed import Packed, whole
 from examples.deepseek_v4.weights import load
+from jax_dsv4_fmha import PackedMatrix
 
 from .helpers import normal, trained
 from .test_deepseek_v4 import prompts
@@ -39,6 +40,32 @@ def test_what_is_added():
         x, w = normal(1, 5, rows), attention[name].reshape(rows, columns)
         want = x @ w + 2 * (x @ adapter[name]["a"]) @ adapter[name]["b"]
         np.testing.assert_allclose(x @ sums[name].reshape(rows, columns), want, atol=1e-4)
+
+
+def test_what_is_added_to_packed_matrices():
+    """The sum is of the numbers that they stand for, in the dtype that is asked for."""
+    params, (adapter,) = MODEL.init(jax.random.key(0), jnp.float32), random("wq_b|wkv")
+    packed = MODEL.layers[0].packed(params["layers"][0]["attention"])
+    plain = whole(packed, jnp.float32)
+    assert isinstance(packed["wq_b"], PackedMatrix) and isinstance(packed["wkv"], PackedMatrix)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        sums = lora.merged(packed, adapter, dtype)
+        assert sums["wq_a"] is packed["wq_a"] and sums["wkv"].dtype == dtype
+        want = lora.merged({name: plain[name].astype(dtype) for name in adapter}, adapter)
+        for name in ("wq_b", "wkv"):
+            np.testing.assert_array_equal(sums[name], want[name])
+
+
+def test_packed_matrices_do_not_learn(tmp_path):
+    """Without an adapter there is an error, and they are not saved."""
+    params = MODEL.init(jax.random.key(0), jnp.float32)
+    params["layers"][0]["attention"] = MODEL.layers[0].packed(params["layers"][0]["attention"])
+    with common.mesh_of(1, 1, data=1) as mesh:
+        trainer = train.Trainer(MODEL, mesh, steps=2, rate=1e-3, remat="all")
+        with pytest.raises(ValueError, match="params: layers/0/attention/wkv: got a PackedMatrix, wanted an array"):
+            trainer.begin(params)
+    with pytest.raises(ValueError, match="params: layers/0/attention/wkv: got PackedMatrix, wanted"):
+        saving.save(MODEL, params, tmp_path / "there")
 
 
 def test_files_of_peft(tmp_path):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import PackedMatrix, pack_matrix
 from jax_dsv4_fmha._bench.layer import LayerRow
 from jax_dsv4_fmha._definitions.packed_matrix import CODES
-from jax_dsv4_fmha.layers import from_config, from_state_dict
+from jax_dsv4_fmha.layers import LatentAttention, Rope, from_config, from_state_dict, to_state_dict
 from jax_dsv4_fmha.layers._operands import extents, packed_spec
 from tests.test_layers import MODELS, checkpoint, near, random_params
 
@@ -256,6 +256,16 @@ def test_errors():
     for changes, says in cases:
         with pytest.raises((ValueError, TypeError), match=f"^DSV4Attention: .*{says}"):
             layer(packed | changes, hidden(S))
+    with pytest.raises(
+        ValueError, match=r"to_state_dict: params.indexer.wq_b: got a PackedMatrix, wanted an array, as"
+    ):
+        to_state_dict(layer, packed)
+    latent = LatentAttention(hidden=128, heads=4, q_rank=128, latent=48, nope=16, v=16, rope=Rope(16))
+    params = latent.init(jax.random.key(0), jnp.bfloat16)
+    wq_a = pack_matrix(jnp.ones((128, 128), jnp.float8_e4m3fn), jnp.ones((1, 1)))
+    for f in (lambda p: latent(p, hidden(3)), lambda p: to_state_dict(latent, p)):
+        with pytest.raises(TypeError, match=r"LatentAttention: params.wq_a: got a PackedMatrix, wanted floats"):
+            f(params | {"wq_a": wq_a})
     with pytest.raises(TypeError, match="from_state_dict: packed: got 1"):
         from_state_dict(layer, tensors_of(layer), packed=1)
 

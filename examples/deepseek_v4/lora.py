@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_dsv4_fmha import PackedMatrix
+
 from . import save as saving
 from .checkpoint import Checkpoint, read_json
 from .model import Model
@@ -53,10 +55,11 @@ def sizes(model: Model, layer: int) -> dict[str, tuple[int, int]]:
     return {name: (math.prod(x[:n]), math.prod(x[n:])) for name, (x, n) in shapes.items()}
 
 
-def merged(attention: dict[str, Any], adapter: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A layer's parameters of attention with what an adapter adds to them, in their own dtypes."""
+def merged(attention: dict[str, Any], adapter: dict[str, dict[str, Any]], dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """A layer's parameters of attention with what an adapter adds: in their own dtypes, and packed ones in dtype."""
 
-    def sum_of(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    def sum_of(w: jax.Array | PackedMatrix, a: jax.Array, b: jax.Array) -> jax.Array:
+        w = w.unpacked(dtype) if isinstance(w, PackedMatrix) else w
         added = jnp.matmul(a, SCALE * b, precision="highest").reshape(w.shape)
         return (w.astype(jnp.float32) + added).astype(w.dtype)
 
@@ -69,10 +72,10 @@ def beside(params: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
     return params | {"layers": layers}
 
 
-def applied(params: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """Parameters with what an adapter adds to them."""
+def applied(params: dict[str, Any], adapter: Adapter, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """Parameters with what an adapter adds to them, as `merged` does it."""
     layers = zip(params["layers"], adapter, strict=True)
-    return params | {"layers": [p | {"attention": merged(p["attention"], x)} for p, x in layers]}
+    return params | {"layers": [p | {"attention": merged(p["attention"], x, dtype)} for p, x in layers]}
 
 
 def modules(model: Model, checkpoint: str | Path | None) -> dict[str, tuple[int, str]]:

@@ -479,11 +479,18 @@ class Model:
             made["words"] = jax.random.randint(next(keys), self.vocabulary, 0, grams.words, jnp.int32)
         return made
 
-    def partition(self) -> dict[str, Any]:
-        """The PartitionSpec of each parameter, in a mesh with axes "tensor" and "expert"."""
+    def partition(self, params: Any = None) -> dict[str, Any]:
+        """The PartitionSpec of each parameter, in a mesh with axes "tensor" and "expert".
+
+        params: parameters of which some are packed, or their shapes: these then have specs of their codes and scales.
+        """
         parts = jax.tree.map(lambda _: P(), jax.eval_shape(self.init, jax.random.key(0)))
-        for layer, p in zip(self.layers, parts["layers"], strict=True):
+        for i, (layer, p) in enumerate(zip(self.layers, parts["layers"], strict=True)):
             p |= {"attention": layer.partition(SPLIT), "moe": self._partition_moe()}
+            if params is not None:
+                its = params["layers"][i]
+                p["attention"] = layer.partition(SPLIT, params=its["attention"])
+                p["moe"] = {name: spec_of(its["moe"][name], spec) for name, spec in p["moe"].items()}
         tables = {i: {"rows": P(None, SPLIT), "scales": P(None, SPLIT)} for i in parts.get("tables", {})}
         return parts | {"head": P(None, SPLIT)} | ({"tables": tables} if tables else {})
 
@@ -561,7 +568,7 @@ class Streams(NamedTuple):
 
 
 def spec_of(w: Any, spec: P) -> P:
-    """The PartitionSpec of experts' matrices that have this one as an array: of what they are in memory."""
+    """The PartitionSpec of matrices that have this one as an array: of what they are in memory."""
     if isinstance(w, PackedExperts):
         return P(spec[0])
     return in_file(spec, w.axes) if isinstance(w, Packed) else spec

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_dsv4_fmha import PackedExperts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix
 from jax_dsv4_fmha.layers import to_state_dict
 
 from .checkpoint import DTYPES, Checkpoint, read_json
@@ -93,7 +93,7 @@ def save(
 
 def check(params: Any, wanted: Any) -> None:
     """Raises ValueError unless these are parameters with the shapes that are wanted, and no others."""
-    has_no_array = lambda x: isinstance(x, Packed | PackedExperts)  # noqa: E731
+    has_no_array = lambda x: isinstance(x, Packed | PackedExperts | PackedMatrix)  # noqa: E731
     found, there = (
         {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
         for leaves in (
@@ -103,8 +103,8 @@ def check(params: Any, wanted: Any) -> None:
     )
     for name in [*found, *(name for name in there if name not in found)]:
         x, of = there.get(name), found.get(name)
-        if x is None or of is None or getattr(x, "shape", None) != of.shape:
-            shape = getattr(x, "shape", None)
+        shape = None if has_no_array(x) else getattr(x, "shape", None)
+        if x is None or of is None or shape != of.shape:
             got = "none" if x is None else type(x).__name__ if shape is None else f"{x.dtype}{list(shape)}"
             raise ValueError(f"params: {name}: got {got}, wanted {'none' if of is None else list(of.shape)}")
 

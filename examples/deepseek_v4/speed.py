@@ -102,12 +102,11 @@ def keep(file: str | None, count: dict[str, int], rows: list[dict[str, Any]]) ->
 
 
 def parameters(model: Model, packed: bool) -> Any:
-    params = jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
-    if packed:
-        layer = params["layers"][0]
-        layer["moe"] |= stand_in.experts(model, jax.random.key(2))
-        layer["attention"] |= stand_in.projections(layer["attention"], jax.random.key(3))
-    return params
+    if not packed:
+        return jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
+    params = jax.jit(stand_in.without_experts(model, common.compute_dtype()))(jax.random.key(0))
+    params["layers"][0]["moe"] |= stand_in.experts(model, jax.random.key(2))
+    return model.joined(params)
 
 
 def random(tree: Any) -> Any:

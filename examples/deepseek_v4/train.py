@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.serving.request import integer, number
-from jax_dsv4_fmha import Span
+from jax_dsv4_fmha import PackedExperts, Span
 from jax_dsv4_fmha.layers import Shared, zigzag
 
 from . import cluster, common, head, lora
@@ -103,7 +103,7 @@ def losses(
 
         adapter = jax.lax.with_sharding_constraint(p.get("lora", {}), P())
         p = ready({name: x for name, x in p.items() if name != "lora"}, "layers", i)
-        p["attention"] = lora.merged(p["attention"], adapter)
+        p["attention"] = lora.merged(p["attention"], adapter, dtype)
         layer, of_layer = model.layers[i], model.of_layer(i, fixed, rows)
         streams = model.reminded(p, of_layer, streams)
         streams, out, load = model.block(layer, p, of_layer, streams, tokens, None, shared, attend)
@@ -195,6 +195,17 @@ class Trainer:
         self.step = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings(), everywhere))
 
     def begin(self, params: dict[str, Any]) -> State:
+        """The state before the first step.
+
+        Raises:
+          ValueError: matrices in 4 or 8 bits are to learn.
+        """
+        has_no_gradient = lambda x: is_packed(x) or isinstance(x, PackedExperts)  # noqa: E731
+        if not self.rank:
+            for path, x in jax.tree_util.tree_leaves_with_path(learnable(params), is_leaf=has_no_gradient):
+                if has_no_gradient(x):
+                    name = jax.tree_util.keystr(path, simple=True, separator="/")
+                    raise ValueError(f"params: {name}: got a {type(x).__name__}, wanted an array, which can learn")
         return jax.jit(self.state, out_shardings=self.shardings())(params)
 
     def state(self, params: dict[str, Any]) -> State:

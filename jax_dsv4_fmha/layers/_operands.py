@@ -37,14 +37,14 @@ def with_matrices_in(params: Any, dtype: Any) -> Any:
     )
 
 
-def parameters(part: Any, params: Any) -> None:
-    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats."""
-    agree(type(part).__name__, "params", params, shapes(part))
+def parameters(part: Any, params: Any, packed: bool = True) -> None:
+    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats or packed."""
+    agree(type(part).__name__, "params", params, shapes(part), packed)
 
 
-def agree(op: str, name: str, got: Any, wanted: Any) -> None:
-    """Raises unless these are floats with the wanted names and shapes, or packed matrices of these shapes."""
-    if isinstance(got, PackedMatrix) and name.rpartition(".")[2] in _AXES:
+def agree(op: str, name: str, got: Any, wanted: Any, packed: bool = True) -> None:
+    """Raises unless these are floats with the wanted names and shapes, or, if they may be, packed matrices of these."""
+    if packed and isinstance(got, PackedMatrix) and name.rpartition(".")[2] in _AXES:
         _agree_packed(op, name, got, wanted.shape)
         return
     if not isinstance(wanted, Mapping):
@@ -59,7 +59,7 @@ def agree(op: str, name: str, got: Any, wanted: Any) -> None:
         found = [f"no {', '.join(missing)}"] * bool(missing) + [f"{', '.join(surplus)} too"] * bool(surplus)
         raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
     for key in wanted:
-        agree(op, f"{name}.{key}", got[key], wanted[key])
+        agree(op, f"{name}.{key}", got[key], wanted[key], packed)
 
 
 def _agree_packed(op: str, name: str, got: PackedMatrix, shape: tuple[int, ...]) -> None:

@@ -342,7 +342,7 @@ class LatentAttention:
 
     def _checked(self, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
         """Raises unless a call's operands are of this layer; (b, s)."""
-        _operands.parameters(self, params)
+        _operands.parameters(self, params, packed=False)
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         for name, kind, thing in (("cache", LayerCache, cache), ("shared", Shared, shared)):

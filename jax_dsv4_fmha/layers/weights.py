@@ -215,7 +215,8 @@ def to_state_dict(
       hugging_face: whether they are Hugging Face's names, and not DeepSeek's; those of a `LatentAttention` always are.
 
     Raises:
-      ValueError: params differ from what `init` makes, or have a parameter without a name of Hugging Face's.
+      ValueError: params differ from what `init` makes, are packed, or have a parameter without a name of Hugging
+        Face's.
       TypeError: not a layer.
 
     Examples:
@@ -231,12 +232,15 @@ def to_state_dict(
     op = "to_state_dict"
     _check_layer(op, layer)
     if isinstance(layer, LatentAttention):
-        _operands.parameters(layer, params)
+        _operands.parameters(layer, params, packed=False)
         return {prefix + name: x for name, x in _latent_weights.tensors(layer, params).items()}
     _params.check(layer, params)
     names, found = _HUGGING_FACE if hugging_face else _DEEPSEEK, dict[str, jax.Array]()
-    for path, x in jax.tree_util.tree_leaves_with_path(_params.separate(layer, params)):
+    whole = _params.separate(layer, params)
+    for path, x in jax.tree_util.tree_leaves_with_path(whole, is_leaf=lambda x: isinstance(x, PackedMatrix)):
         leaf = ".".join(p.key for p in path)
+        if isinstance(x, PackedMatrix):
+            raise _check.error(ValueError, op, f"params.{leaf}", x, "an array, as `unpacked` makes it")
         if leaf not in names:
             raise _check.error(ValueError, op, "params", leaf, "a parameter that Hugging Face has a name for")
         parts = [names[leaf]] if isinstance(names[leaf], str) else list(names[leaf])
