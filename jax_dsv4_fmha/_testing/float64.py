@@ -148,12 +148,17 @@ def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
         entry = held[368 * j : 368 * (j + 1)]
         values = _e2m1(entry[:224]) * np.repeat(_ue8m0(entry[224:238]), 32)
         return np.concatenate([values, entry[240:].view(_BF16).astype(float)])
+    if cache.layout == "v32_fp8":
+        entry = held[656 * j : 656 * (j + 1)]
+        codes, scales = _e4m3(entry[:512]).astype(np.float32), np.repeat(entry[512:528].view("<f4"), 128)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.concatenate([(codes * scales).astype(_BF16), entry[528:].view(_BF16)]).astype(np.float64)
     entry = held[288 * j : 288 * (j + 1)]
     return _e2m1(entry[:256]) * np.repeat(_e4m3(entry[256:]), 16)
 
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_BYTES = {"v4_fp8": 584, "v4_fp4": 368, "v41_fp8": 528, "v41_fp4": 288}
+_BYTES = {"v4_fp8": 584, "v4_fp4": 368, "v41_fp8": 528, "v41_fp4": 288, "v32_fp8": 656}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
