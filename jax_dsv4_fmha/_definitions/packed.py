@@ -15,8 +15,8 @@ ue8m0   2^ceil(log2(amax / 448)), or of e2m1 amax / 6, as its biased exponent, a
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
 float32 amax times 1 / 448, which is rounded first; amax is 1e-4 at least in index_fp8, 2^-100 in v32_fp8
 
-A value is its code times its scale, which bfloat16 holds exactly. With a scale in float32 it is rounded: in index_fp8 to
-float32, in v32_fp8 to float32 and then to bfloat16.
+A value is its code times its scale, which bfloat16 holds exactly. With a scale in float32 it is rounded: in index_fp8
+to float32, in v32_fp8 to float32 and then to bfloat16.
 """
 
 import dataclasses

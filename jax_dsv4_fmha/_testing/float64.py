@@ -125,6 +125,32 @@ def dsv4_decode(
     return _rows(q, lambda n, i, h: keys(n, i), sink, scale)
 
 
+def mla_decode(
+    q: Array,
+    cache: Any,
+    *,
+    lengths: Array,
+    indices: Array | None = None,
+    d_v: int,
+    sink: Array | None = None,
+    q_offset: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    b, s_q, _, d = q.shape
+    first = lengths - s_q if q_offset is None else np.broadcast_to(q_offset, b)
+
+    @functools.lru_cache(maxsize=1)  # the heads of a query see the same
+    def keys(n: int, i: int) -> tuple[Array, Array]:
+        p = int(first[n]) + i
+        named = np.arange(p + 1) if indices is None else indices[n, i]
+        named = [at for at in named if 0 <= at <= p < lengths[n]]
+        seen = [_entry(cache, n, int(at), ring=False) for at in named]
+        both = np.array([x for x in seen if x is not None], np.float64).reshape(-1, d)
+        return both, both[:, :d_v]
+
+    return _rows(q, lambda n, i, h: keys(n, i), sink, scale, d_v)
+
+
 def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
     """An entry of sequence n in float64, or None; in packed pages, read byte by byte."""
     held = cache.entries
@@ -184,9 +210,9 @@ def _take(k: Array, v: Array, n: int, seen: Iterable[int], h: int) -> tuple[Arra
     return k[n, seen, h].astype(np.float64), v[n, seen, h].astype(np.float64)
 
 
-def _rows(q: Array, keys: Any, sink: Array | None, scale: float | None) -> tuple[Array, Array]:
+def _rows(q: Array, keys: Any, sink: Array | None, scale: float | None, d_v: int | None = None) -> tuple[Array, Array]:
     b, s_q, h_q, d = q.shape
-    o, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    o, lse = np.zeros((*q.shape[:-1], d_v or d)), np.full(q.shape[:-1], -np.inf)
     for n, i, h in np.ndindex(b, s_q, h_q):
         k, v = keys(n, i, h)
         if len(k):
