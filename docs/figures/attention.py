@@ -4,6 +4,7 @@ from .peers import steps_beside_flashmla
 from .records import (
     DECODE,
     FORWARD,
+    LATENT,
     LAYER,
     NOTED,
     PROFILES,
@@ -32,6 +33,12 @@ def dense() -> str:
     rows = [*rows_of(FORWARD, "dense", "cudnn", "xla"), *rows_of(FORWARD, "window", "cudnn", "xla")]
     rows = [row for row in rows if not ("d 512" in row[0] and "float16" in row[0])]  # these kernels are gone
     return table("attention | µs | TFLOP/s | of the roofline | cuDNN / ours | XLA / ours", rows)
+
+
+def latent() -> str:
+    """Latents of 576 numbers, and of 512 beside them."""
+    header = "top-k 2048, causal, or a step of 16 × 32768 keys | µs | TFLOP/s | of the roofline | FlashMLA / ours"
+    return table(header, rows_of(LATENT, "latent", "flashmla"))
 
 
 CACHES = {None: "bfloat16", "fp8": "FP8", "v4_fp4": "FP8 and FP4", "v41_fp4": "V4.1's FP8 and FP4"}

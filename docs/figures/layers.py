@@ -7,7 +7,6 @@ from .records import (
     DEVICES,
     EXPERTS,
     INDEXER,
-    KINDS,
     LAYER,
     MODEL,
     NOTED,
@@ -175,15 +174,9 @@ def layer_stack() -> str:
     """A step of all layers, in one program."""
     rows = []
     for row in suite(STACKS, "layer"):
-        if not row["name"].startswith("layer"):
-            kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
-            launches = str(row["times"]["ours"]["launches"])
-            rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
-    return (
-        table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
-        + "\n\n"
-        + _elsewhere()
-    )
+        times = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
+        rows.append([row["name"], str(row["times"]["ours"]["launches"]), *(f"{x * 1e3:.2f}" for x in times)])
+    return table("ms | launches | kernels | in a graph | with `STEP_OPTIONS`", rows) + "\n\n" + _elsewhere()
 
 
 def _elsewhere() -> str:
@@ -237,16 +230,6 @@ def whole_model() -> str:
         each = (f"{x:.2f}" for x in row["ms"].values())
         rows.append([work, *each, f"{row['all']:.1f}", f"{row['tokens/s']:.0f}"])
     return table("ms a layer, after tokens | window | ratio 4 | ratio 128 | head | 43 layers | tokens/s", rows)
-
-
-def alone(stack: dict[str, Any]) -> float:
-    """The sum of what its layers take alone."""
-    end = ", FP8" if stack["name"].endswith("FP8") else ""
-    if stack["case"]["ratio"] is not None:
-        (kind,) = (kind for kind in KINDS if f" {kind}," in stack["name"])
-        return int(stack["name"].split()[0]) * ours(row_of(STACKS, f"layer {kind}, step after 16384, b64{end}"))
-    found = (ours(row_of(STACKS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
-    return sum(n * x for n, x in zip((2, 21, 20), found, strict=True))
 
 
 def layer_rest() -> str:

@@ -14,6 +14,7 @@ from .records import (
     FORWARD,
     GRAD,
     INDEXER,
+    LATENT,
     LAYER,
     NOTED,
     ON_H100,
@@ -60,6 +61,7 @@ def machine() -> str:
         "steps of many layers": STACKS,
         "layers and steps": ON_H100,
         "long prompts": PROMPTS,
+        "latents of 576": LATENT,
     }
     days: dict[tuple[str, ...], list[tuple[str, float, float, int]]] = {}
     for name, data in runs.items():
@@ -166,7 +168,7 @@ CACHE = {None: "bfloat16", "fp8": "FP8"}
 def losses() -> str:
     """Every row in which a peer was faster, by the records that have peers; then where we are slow by ourselves."""
     lost = []
-    for record in (PEERS, CUDNN_FRONTEND, FORWARD, GRAD):
+    for record in (PEERS, LATENT, CUDNN_FRONTEND, FORWARD, GRAD):
         for row in record["rows"]:
             pairs = [(peer, seconds(row, peer) / ours(row)) for peer in PEER if peer in row["times"]]
             lost += [(ratio, peer, row["name"]) for peer, ratio in pairs if ratio < 0.995]
