@@ -73,6 +73,8 @@ def mla_decode(
       Over chosen positions:
 
       >>> o, lse = mla_decode(jnp.ones((2, 1, 16, 576), jnp.bfloat16), cache, 5, jnp.array([[[0, 3, -1]]] * 2))
+      >>> lse[:, 0, 0].round(3).tolist()  # of two keys: 24 + log(2)
+      [24.69300079345703, 24.69300079345703]
     """
     op = "mla_decode"
     dims: dict[str, Any] = {}
