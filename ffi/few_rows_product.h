@@ -16,7 +16,7 @@ struct FewRowsProduct {
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     const bool of_heads = call.x.dimensions.size() == 3;  // which w makes
-    const int64_t head = of_heads ? call.w.dimensions[2] : 0;
+    const int64_t head = of_heads ? call.y.dimensions[3] : 0;
     *shape = {.rows = n.b * n.s_q,
               .groups = of_heads ? 1 : n.g,
               .k = n.k,
@@ -29,7 +29,11 @@ struct FewRowsProduct {
               .square_tiles = std::max<int64_t>(n.n_squares, 0),
               .columns = std::max<int64_t>(n.columns, 0),
               .column = call.column,
-              .parts = of_heads && !Indexes(call) ? 1 : call.parts};
+              .parts = of_heads && !Indexes(call) ? 1 : call.parts,
+              .is_packed = call.w.dtype == ffi::U8,
+              .tiles = n.tiles_of_w,
+              .slabs = n.slabs_of_w,
+              .slab_bytes = n.slab_bytes};
     return ffi::Error::Success();
   }
 
@@ -38,6 +42,7 @@ struct FewRowsProduct {
                                         .to_float32 = call.y.dtype == ffi::F32,
                                         .parts = shape->parts,
                                         .to_fp8 = call.y.dtype == ffi::F8E4M3FN,
+                                        .weights = shape->is_packed != 0 ? "e4m3" : "",
                                         .max_rows = shape->rows};
     const bool has_low_rank = call.gain.name != nullptr;
     return LookUp(has_low_rank ? "few_rows_product" : call.target->name, device, choices, &kernels->front());

@@ -2,13 +2,14 @@
 #pragma once
 
 #include <string>
+#include <tuple>
 
 #include "abi.h"
 #include "rows.h"
 
 namespace dsv4_fmha {
 
-// x [rows, groups, k], w [groups, k, n] and y [rows, groups, n], x and w of a TensorMapDataType.
+// x [rows, groups, k], w [groups, k, n] and y [rows, groups, n], x and w of a TensorMapDataType; or w is packed.
 struct FewRowsProductShape {
   int64_t rows, groups, k, n, type;
   int64_t makes_heads;      // whether columns are heads, each of a cluster's CTAs; else each CTA has a part of k
@@ -18,25 +19,40 @@ struct FewRowsProductShape {
   int64_t square_tiles;     // sums of squares of a row of it; where x is one that is left to be normed, of x
   int64_t columns, column;  // of an array with the weights of an indexer's heads, and the first of these
   int64_t parts;            // into which CTAs cut k; none may be empty
+  int64_t is_packed;        // whether w is packed, bytes [groups, tiles, slabs, slab_bytes]
+  int64_t tiles, slabs, slab_bytes;
 };
 
 constexpr int64_t kHead = 512, kIndexHead = 128;
 constexpr uint32_t kSlab = 64;        // of k at a time, and columns of a box
+constexpr int64_t kPackedSlabs = 2;   // tiles and slabs of a packed matrix are even in number
+constexpr int64_t kSlabBytes = 4112;  // of a slab of a tile, 64 by 64 codes and their scale
 constexpr int64_t kSquared = 128;     // numbers of a row whose squares are added up by one CTA
 constexpr int64_t kSquareTiles = 32;  // a lane of a warp takes one
 
 // Returns why it cannot be: empty if it can.
 inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
-  const auto& [rows, groups, k, n, type, makes_heads, takes_heads, indexes, low, squares, columns, column, parts] =
-      shape;
+  const auto& [rows, groups, k, n, type, makes_heads, takes_heads, indexes, low, squares, columns, column, parts,
+               is_packed, tiles, slabs, slab_bytes] = shape;
   for (auto [name, extent] : {std::pair{"rows", rows}, {"groups", groups}, {"k", k}, {"n", n}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
   for (auto [name, extent] : {std::pair{"k", k}, {"n", n}}) {
     if (extent % 8 != 0) return std::string(name) + " is " + std::to_string(extent) + ", wanted a multiple of 8";
   }
-  if (const int64_t most = CeilDiv(k, kSlab); parts > most) {
-    return "parts is " + std::to_string(parts) + ", wanted at most " + std::to_string(most) + ", one for 64 of k";
+  const int64_t at_once = is_packed != 0 ? kPackedSlabs * kSlab : kSlab;
+  if (const int64_t most = CeilDiv(k, at_once); parts > most) {
+    return "parts is " + std::to_string(parts) + ", wanted at most " + std::to_string(most) + ", one for " +
+           std::to_string(at_once) + " of k";
+  }
+  if (is_packed != 0) {
+    for (auto [name, got, wanted] : {std::tuple{"tiles", tiles, CeilDiv(n, at_once) * kPackedSlabs},
+                                     {"slabs", slabs, CeilDiv(k, at_once) * kPackedSlabs},
+                                     {"slab_bytes", slab_bytes, kSlabBytes}}) {
+      if (got != wanted) {
+        return std::string(name) + " is " + std::to_string(got) + ", wanted " + std::to_string(wanted);
+      }
+    }
   }
   if (takes_heads != 0 && k % kHead != 0) return "k is " + std::to_string(k) + ", wanted heads of 512";
   if (low % kSquared != 0 || low > n) {

@@ -217,10 +217,12 @@ void dsv4_fmha_plan_index_query(const RopeShape* shape, int32_t tile_m, const Ro
 int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps, float scale, const Tiles* tiles,
                                     const FewRowsProductAddresses* addresses, ShownLaunch* out, char* error,
                                     size_t error_bytes) {
-  const Layout& layout = shape->makes_heads != 0   ? kFewRowsProductNormRope
-                         : shape->indexes != 0     ? kFewRowsProductIndexQuery
-                         : shape->takes_heads != 0 ? kFewRowsProductOfTurned
-                                                   : kFewRowsProduct;
+  const bool packed = shape->is_packed != 0;
+  const Layout& layout =
+      shape->makes_heads != 0   ? (packed ? kFewRowsProductNormRopeOfPacked : kFewRowsProductNormRope)
+      : shape->indexes != 0     ? (packed ? kFewRowsProductIndexQueryOfPacked : kFewRowsProductIndexQuery)
+      : shape->takes_heads != 0 ? (packed ? kFewRowsProductOfTurnedOfPacked : kFewRowsProductOfTurned)
+                                : (packed ? kFewRowsProductOfPacked : kFewRowsProduct);
   return Show(layout.name, PlanFewRowsProduct(*shape, eps, scale, *tiles, *addresses), CheckFewRowsProductShape(*shape),
               out, error, error_bytes);
 }

@@ -4,6 +4,7 @@ from . import reference
 from ._definitions.cache import Cache
 from ._definitions.experts import PackedExperts, pack_experts
 from ._definitions.packed import dequantize_cache, quantize_cache
+from ._definitions.packed_matrix import PackedMatrix, pack_matrix
 from ._definitions.quantized import Quantized
 from ._definitions.query_rope import QueryRope
 from ._definitions.span import Span
@@ -29,6 +30,7 @@ __all__ = [
     "Cache",
     "HyperConnection",
     "PackedExperts",
+    "PackedMatrix",
     "Quantized",
     "QueryRope",
     "Span",
@@ -48,6 +50,7 @@ __all__ = [
     "merge",
     "mla_decode",
     "pack_experts",
+    "pack_matrix",
     "quantize_cache",
     "quantize_indexer",
     "reference",

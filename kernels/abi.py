@@ -582,6 +582,7 @@ class FewRowsProduct(Variant):
     to_float32: bool = False  # y, instead
     parts: int = 1  # into which k is cut, whose sums are added in turn
     to_fp8: bool = False  # y, instead, with a scale for each row in its weight
+    weights: str = ""  # how w is packed; "" where it is not
     max_rows: int = ANY  # that it takes
 
     family = "few_rows_product"
@@ -600,11 +601,13 @@ class FewRowsProduct(Variant):
 
     @property
     def layout(self) -> str:
-        return self.op
+        return self.op + "_of_packed" * bool(self.weights)
 
     @property
     def params(self) -> Params:
-        maps = tuple(Param(name, kind) for name in ("x", "w") for kind in ("map", "extents3"))
+        mapped = ("x",) if self.weights else ("x", "w")
+        maps = tuple(Param(name, kind) for name in mapped for kind in ("map", "extents3"))
+        maps += each("address", *{"x", "w"}.difference(mapped))
         if self.turns_back:
             how = each("address", "table")
         elif self.norms or self.indexes:  # x may be left to be normed, by sums of its squares

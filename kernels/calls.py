@@ -135,6 +135,7 @@ SOURCES = {
 
 SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
 SQUARES = array("squares: f32[b s_q n_squares]")  # which tell how x is left to be normed; n_squares may be 0
+PACKED_MATRIX = "tiles_of_w slabs_of_w slab_bytes"  # of 64 columns, and of 64 of k; either even in number
 OF_ROPE = array(f"table: f32[b s_q {ROPE}]", aligned=True)  # cos and sin by turns, for each query
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
@@ -338,21 +339,24 @@ TARGETS = (
     Target(
         "few_rows_product",
         "few_rows_product",
-        arrays("x: T[b s_q g k]", "w: T[g k n]"),
+        arrays("x: T[b s_q g k]", f"w: T[g k n] or u8[g {PACKED_MATRIX}]"),
         (array("y: T[b s_q g n] or f32[b s_q g n]", aligned=True),),
         {"parts": "int64"},
     ),
     Target(
         "few_rows_product_of_turned",
         "few_rows_product",
-        (*arrays("x: T[b s_q g k]", "w: T[g k n]"), OF_ROPE),
+        (*arrays("x: T[b s_q g k]", f"w: T[g k n] or u8[g {PACKED_MATRIX}]"), OF_ROPE),
         arrays("y: T[b s_q g n]"),
         {"parts": "int64"},
     ),
     Target(
         "few_rows_product_and_low_rank",
         "few_rows_product",
-        (*arrays("x: T[b s_q g k]", "w: T[g k n]"), array("gain: f32[low_columns]", aligned=True)),
+        (
+            *arrays("x: T[b s_q g k]", f"w: T[g k n] or u8[g {PACKED_MATRIX}]"),
+            array("gain: f32[low_columns]", aligned=True),
+        ),
         (
             array("y: f32[b s_q g n]", aligned=True),
             # y's first columns times gain, and the sum of squares of every 128 of them
@@ -363,7 +367,7 @@ TARGETS = (
     Target(
         "few_rows_product_norm_rope",
         "few_rows_product",
-        (*arrays("x: T[b s_q k]", "w: T[k h 512]"), OF_ROPE, SQUARES),
+        (*arrays("x: T[b s_q k]", f"w: T[k h 512] or u8[{PACKED_MATRIX}]"), OF_ROPE, SQUARES),
         arrays("y: T[b s_q h 512]"),
         EPS,
     ),
@@ -371,7 +375,7 @@ TARGETS = (
         "few_rows_product_index_query",
         "few_rows_product",
         (
-            *arrays("x: T[b s_q k]", "w: T[k h 128]"),
+            *arrays("x: T[b s_q k]", f"w: T[k h 128] or u8[{PACKED_MATRIX}]"),
             OF_ROPE,
             SQUARES,
             *arrays("given: f32[b s_q columns]"),  # of which h from `column` on are the weights of heads

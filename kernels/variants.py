@@ -271,6 +271,26 @@ VARIANTS: tuple[Variant, ...] = (
         for to_fp8 in (False, True)
         for rows in (64, ANY)
     ),
+    # the same from FP8; x is multiplied by several matrices, by packed ones only where none of them is in 16 bits
+    *(
+        dataclasses.replace(
+            FewRowsProduct(f"few_rows_product{op}", "sm_90a", FEW_ROWS_PRODUCT, "bfloat16", weights="e4m3"),
+            to_float32=result == "float32",
+            parts=parts,
+            to_fp8=result == "fp8",
+            max_rows=rows,
+        )
+        for op, result, cut in (
+            ("", "", (2, 4)),
+            ("", "float32", (8,)),
+            ("_of_turned", "", (1, 2)),
+            ("_norm_rope", "", (1,)),
+            ("_index_query", "", (2,)),
+            ("_index_query", "fp8", (2,)),
+        )
+        for parts in cut
+        for rows in (64, ANY)
+    ),
     *(
         GroupedProduct(
             "grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", "mxfp4", gated, rows

@@ -166,6 +166,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         sizes = {"rows": 70, "groups": 2, "k": 1024, "n": 512, "type": TYPES[variant.dtype]}
         sizes |= {"makes_heads": variant.norms, "takes_heads": variant.turns_back}
         sizes |= {"indexes": variant.indexes, "columns": 4 * variant.indexes}
+        if variant.weights:
+            sizes |= {"is_packed": 1, "tiles": 8, "slabs": 16, "slab_bytes": 4112}
         launch = plan_few_rows_product(sizes, 1.0, tile_m=64, tile_n=128, cluster=2)
     elif isinstance(variant, KvInsert):
         x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)

@@ -5,6 +5,7 @@ test_deepseek_v4_training.py its training, and sequences over devices. test_hf_m
 Face's.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -24,6 +25,7 @@ from examples.deepseek_v4 import choices, common, data, engram, load, metrics, s
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import FIXED, Model
 from examples.serving import Request, Server
+from jax_dsv4_fmha import PackedMatrix
 
 from . import model_float64
 from .helpers import assert_in_place
@@ -176,6 +178,19 @@ def test_shards(name, shape):
     if name == "v4":
         w13 = got[2]["layers"][1]["moe"]["w13"]
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
+
+
+def test_speed_s_parameters_in_a_checkpoint_s_form():
+    """They are packed, and of such sizes that a step's numbers are neither lost nor great."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "o_groups": 2}
+    model = Model.from_config({**common.small(), **sizes, "layer_types": ["compressed_sparse_attention"]})
+    params = speed.parameters(dataclasses.replace(model, hashed=0), packed=True)
+    p, layer = params["layers"][0]["attention"], model.layers[0]
+    of_step = (*(p[name] for name in ("wq_b", "wo_a", "wo_b")), p["indexer"]["wq_b"])
+    assert all(isinstance(w, PackedMatrix) for w in of_step)
+    x = jax.random.normal(jax.random.key(0), (2, 1, 256), p["wx"].dtype)
+    y = layer.step(p, x, layer.cache(2, 32, x.dtype), lengths=1).y
+    assert 2**-8 < np.std(np.asarray(y, np.float32)) < 2**6
 
 
 @pytest.mark.slow

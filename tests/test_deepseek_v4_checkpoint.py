@@ -16,7 +16,7 @@ from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.packed import Packed
 from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
-from jax_dsv4_fmha import PackedExperts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix
 from jax_dsv4_fmha.layers import from_state_dict, to_state_dict
 
 from . import model_float64
@@ -169,6 +169,31 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
         assert_close(run(params, tokens)[0], want, 1e-4)
 
 
+def test_packed_projections_of_a_checkpoint(tmp_path):
+    """Devices have their heads' tiles, of which nothing is gathered; steps take the parameters joined, too."""
+    sizes = {"hidden_size": 128, "head_dim": 64, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 128}
+    config = {**common.SMALL, **sizes, "q_lora_rank": 128, "layer_types": ["sliding_attention"], "num_hidden_layers": 1}
+    model = Model.from_config({**config, "dspark_block_size": 0, "dspark_target_layer_ids": None})
+    checkpoint(model, tmp_path, 128)
+    tokens = prompts(1, 9)
+    want = model_float64.logits(model, jax.device_get(load(model, tmp_path, jnp.float32)), tokens[0])
+    with common.mesh_of(2, 1) as mesh:
+        params = load(model, tmp_path, jnp.float32, mesh, packed=True)
+        attention = params["layers"][0]["attention"]
+        shards = {name: attention[name].data.sharding.shard_shape(attention[name].data.shape) for name in HAS_TILES}
+        assert {name: shape[:-1] for name, shape in shards.items()} == HAS_TILES
+        run = jax.jit(model).lower(params, tokens).compile()
+        assert not re.search(r"u8\[.*all-gather", run.as_text())
+        assert_close(run(params, tokens)[0], want, 1e-4)
+        caches = jax.jit(model.read)(params, tokens[:, :8], model.cache(1, 16, jnp.float32), 0, jnp.array([8]))[1]
+        step = jax.jit(model.step)(model.joined(params), tokens[:, 8], caches, jnp.array([9]))
+        assert_close(step[0][0], want[8], 1e-4)
+
+
+HAS_TILES = {"wq_a": (2, 2), "wkv": (2, 2), "wq_b": (4, 2), "wo_a": (1, 2, 4), "wo_b": (2, 2)}
+"""attention's projections that stay in FP8, and the extents in tiles of one of two devices' part"""
+
+
 def test_checkpoint(tmp_path):
     """In FP4 and FP8, with odd sizes: each device gets its part of what the file stands for."""
     sizes = {"hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2}
@@ -190,6 +215,8 @@ def test_checkpoint(tmp_path):
         assert common.gib(x) < 0.3 * common.gib(y)
     w13 = parts["layers"][1]["moe"]["w13"]
     assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
+    kept_whole = {name for name, w in kept["layers"][1]["attention"].items() if isinstance(w, PackedMatrix)}
+    assert kept_whole == {"wq_a", "wkv"}  # the others are in parts of less than a tile of 64
     assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])
     of, drafts, of_drafts = sources(model.model), whole["drafts"], sources_of_drafts(model)
     for name in ("main", "main_norm", "norm", "w1", "w2"):

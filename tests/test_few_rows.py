@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 import warnings
 
@@ -12,8 +13,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import PackedMatrix, pack_matrix
 from jax_dsv4_fmha._bench.layer import LayerRow
 from jax_dsv4_fmha._bench.measure import KERNEL_BY_KERNEL, interleaved
+from jax_dsv4_fmha._definitions.packed_matrix import BLOCK
 from jax_dsv4_fmha._host import few_rows_product as raw
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import Shared, _few_rows, from_config
@@ -52,6 +55,26 @@ def operands(b=B, s=S, h=H, rank=R, groups=G, n=N, dtype=jnp.bfloat16):
     }
 
 
+COLUMNS = {"wx": 1, "wq": 1, "wa": 2, "wb": 2, "wl": 1, "wh": 1, "wi": 1}
+"""matrices, and where the axes of their columns begin: those before are of the channels that they take"""
+
+
+def in_fp8(given):
+    """These operands with packed matrices."""
+    return given | {name: of_fp8(given[name], axes, name == "wa") for name, axes in COLUMNS.items()}
+
+
+def of_fp8(w, axes, several):
+    """w with scales by which the greatest number of a block is between 224 and 448."""
+    n = math.prod(w.shape[axes:])
+    x = np.swapaxes(np.asarray(w, np.float32).reshape(*w.shape[:several], -1, n), -1, -2)
+    filled = np.pad(x, [(0, 0)] * several + [(0, -m % BLOCK) for m in x.shape[-2:]])
+    blocks = filled.reshape(*x.shape[:-2], filled.shape[-2] // BLOCK, BLOCK, filled.shape[-1] // BLOCK, BLOCK)
+    scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max((-3, -1)) / 448))).astype(np.float32)
+    whole = np.repeat(np.repeat(scales, BLOCK, -2), BLOCK, -1)[..., : x.shape[-2], : x.shape[-1]]
+    return pack_matrix((x / whole).astype(jnp.float8_e4m3fn), scales, w.shape)
+
+
 def all_of(kernel, x, wx, wq, o, wa, wb, wl, gain, wh, wi, table):
     low, left = _few_rows.grouped_product(o, wa, table, kernel), {}
     if kernel:
@@ -79,7 +102,8 @@ def all_of(kernel, x, wx, wq, o, wa, wb, wl, gain, wh, wi, table):
 def by_numpy(**given):
     """float64, from the same operands."""
     dtype = given["x"].dtype
-    x, wx, wq, o, wa, wb, wl, gain, wh, wi, table = (np.asarray(a, np.float64) for a in given.values())
+    plain = (a.unpacked() if isinstance(a, PackedMatrix) else a for a in given.values())
+    x, wx, wq, o, wa, wb, wl, gain, wh, wi, table = (np.asarray(a, np.float64) for a in plain)
     turns = table[:, :, None, ::2] + 1j * table[:, :, None, 1::2]
 
     def turned(y, turns):
@@ -126,10 +150,14 @@ def assert_near(got, want, k=R):
         assert (np.abs(np.asarray(y, np.float64) - want[name]) <= most * size).all(), name
 
 
+FORMS = pytest.mark.parametrize("form", [lambda given: given, in_fp8], ids=["bfloat16", "packed"])
+
+
 @pytest.mark.usefixtures("built")
+@FORMS
 @pytest.mark.parametrize("kernel", [False, True])
-def test_products_are_right(kernel):
-    given = operands()
+def test_products_are_right(kernel, form):
+    given = form(operands(n=BLOCK))
     got = jax.jit(lambda x: all_of(kernel, **x))(given)
     in_float32 = {name for name, y in got.items() if y.dtype == jnp.float32}
     assert in_float32 == {"float32", *(["of x", "weights", "codes"] if kernel else [])}
@@ -137,15 +165,18 @@ def test_products_are_right(kernel):
 
 
 @pytest.mark.usefixtures("built")
+@FORMS
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_heads_and_batch_may_be_sharded(kind):
+def test_heads_and_batch_may_be_sharded(kind, form):
     """The one collective is the sum over groups of heads."""
-    given = operands(b=4)
+    given = form(operands(b=4, n=BLOCK))
     want = by_numpy(**given)
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
     specs = {"x": P("batch"), "wq": P(None, "heads"), "o": P("batch", None, "heads"), "table": P("batch")}
     specs |= {"wx": P(), "wa": P("heads"), "wb": P("heads")}
     specs |= {"wl": P(), "gain": P(), "wh": P(None, "heads"), "wi": P()}
+    if isinstance(given["wq"], PackedMatrix):  # heads are tiles, and groups of heads are slabs of what sums over them
+        specs |= {"wq": P("heads"), "wb": P(None, "heads"), "wh": P("heads")}
     given = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
     compiled = jax.jit(lambda x: all_of(True, **x)).lower(given).compile()
     assert_near(compiled(given), want)
@@ -163,9 +194,11 @@ def test_no_part_of_k_is_empty_where_devices_share_the_groups(monkeypatch):
 
 
 @pytest.mark.usefixtures("built")
-def test_products_under_vmap():
-    given = operands()
-    got = jax.jit(jax.vmap(lambda x: all_of(True, **x)))({name: jnp.stack([x, x]) for name, x in given.items()})
+@FORMS
+def test_products_under_vmap(form):
+    given = form(operands(n=BLOCK))
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), given)
+    got = jax.jit(jax.vmap(lambda x: all_of(True, **x)))(twice)
     assert_near({name: y[1] for name, y in got.items()}, by_numpy(**given))
 
 
@@ -174,6 +207,7 @@ def test_how_k_is_cut():
     sizes = [(4096, 1536, 1), (4096, 2560, 1), (4096, 4160, 1), (4096, 1024, 8), (8192, 4096, 1)]
     assert [raw.parts(*x) for x in sizes] == [8, 4, 4, 2, 4]
     assert raw.parts(128, 64, 1) == 2 and raw.parts(1024, 1 << 20, 1) == 1
+    assert raw.parts(128, 64, 1, BLOCK) == 1 and raw.parts(8192, 4096, 1, BLOCK) == 4
 
 
 def test_every_kernel_is_one_of_a_published_model(monkeypatch):
@@ -199,7 +233,7 @@ def test_every_kernel_is_one_of_a_published_model(monkeypatch):
     for name, is_joined in itertools.product(("flash", "pro", "v4.1"), (False, True)):
         layers = [*dict.fromkeys(from_config(published(name)))]
         jax.eval_shape(functools.partial(steps, layers, is_joined), jax.random.key(0))
-    kernels = (v for v in library.SHIPPED if v.family == "few_rows_product")
+    kernels = (v for v in library.SHIPPED if v.family == "few_rows_product" and not v.choices["weights"])
     fields = ("dtype", "to_float32", "to_fp8", "parts")
     assert asked == {(v.op, *(v.choices[name] for name in fields)) for v in kernels}
 
@@ -285,6 +319,30 @@ def test_kernels_are_right(rows, rank, groups, n):
     run = jax.jit(lambda x: all_of(True, **x))
     assert run.lower(given).as_text().count("custom_call @dsv4_fmha_few_rows_product") == 9
     assert_near(run(given), by_numpy(**given), rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("rank", "groups", "n"), [(2632, 4, 2176), (4360, 1, 4352)], ids=["a few parts", "fewer"])
+@pytest.mark.parametrize("rows", [1, 7, 64, 65, 128])
+def test_kernels_of_packed_matrices_are_right(rows, rank, groups, n):
+    """Of sizes that no tile divides, each product by a kernel."""
+    given = in_fp8(operands(b=rows, s=1, h=16, rank=rank, groups=groups, n=n))
+    run = jax.jit(lambda x: all_of(True, **x))
+    assert run.lower(given).as_text().count("custom_call @dsv4_fmha_few_rows_product") == 9
+    assert_near(run(given), by_numpy(**given), rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_bits_of_packed_products_do_not_depend_on_other_rows():
+    given = in_fp8(operands(b=128, s=1, h=16, rank=2632, groups=4, n=2176))
+    run = jax.jit(lambda x: all_of(True, **x))
+    whole = run(given)
+    for rows in (slice(0, 1), slice(3, 60), slice(40, 128)):
+        part = run(given | {name: given[name][rows] for name in ("x", "o", "table")})
+        for name, y in part.items():
+            assert np.array_equal(np.asarray(y), np.asarray(whole[name])[rows]), name
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,10 +11,11 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import native
 from interpreter.kernels.few_rows_product import INDEX_D, Problem, judge, results, run
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Race
+from interpreter.machine.hazards import Misuse, OutOfBounds, Race, Undefined
 from jax_dsv4_fmha._definitions.packed import quantize_rows
 from kernels.abi import ANY, FewRowsProduct
 
+E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 BUILT = {v.key: v for v in native.built(FewRowsProduct)}
 
 
@@ -24,8 +26,9 @@ def test_is_right(key):
     judge(x, results(x))
 
 
-def of(op, parts=1, max_rows=64, to_float32=False, to_fp8=False, dtype="bfloat16"):
-    choices = {"dtype": dtype, "to_float32": to_float32, "parts": parts, "to_fp8": to_fp8, "max_rows": max_rows}
+def of(op, parts=1, max_rows=64, to_float32=False, to_fp8=False, dtype="bfloat16", weights=""):
+    choices = {"dtype": dtype, "to_float32": to_float32, "parts": parts, "to_fp8": to_fp8, "weights": weights}
+    choices["max_rows"] = max_rows
     return next((v for v in BUILT.values() if v.op == op and v.choices == choices), None)
 
 
@@ -46,14 +49,37 @@ def without_squares():
     return Problem.of(of(INDEX, 2), 5, 136, 256)
 
 
+def packed_with_low_rank(max_rows=64, rows=5):
+    variant = of(PRODUCT, 8, max_rows, to_float32=True, weights="e4m3")
+    return Problem.of(variant, rows, 1032, 328, low_columns=256)
+
+
+def packed_left_to_be_normed(max_rows=64, rows=5):
+    return Problem.of(of(HEADS, 1, max_rows, weights="e4m3"), rows, 256, 1024, left=True)
+
+
+def packed(op, parts=1, rows=5, **choices):
+    return Problem.typical(of(op, parts, **choices, weights="e4m3"), rows)
+
+
 needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     "make",
-    [with_low_rank, lambda rows, **how: with_low_rank(rows, 70), left_to_be_normed, lambda rows: without_squares()],
-    ids=["with a low-rank query", "of more rows", "left to be normed", "an index query of one that is normed"],
+    [
+        with_low_rank,
+        lambda rows, **how: with_low_rank(rows, 70),
+        left_to_be_normed,
+        lambda rows: without_squares(),
+        packed_with_low_rank,
+        packed_left_to_be_normed,
+    ],
+    ids=[
+        *("with a low-rank query", "of more rows", "left to be normed", "an index query of one that is normed"),
+        *("packed, with a low-rank query", "packed, left to be normed"),
+    ],
 )
 @pytest.mark.parametrize("max_rows", [64, ANY])
 def test_norms_apart(make, max_rows):
@@ -81,8 +107,16 @@ def test_an_index_query_is_quantized_as_a_cache_quantizes():
         lambda: left_to_be_normed(64, 140),
         lambda: Problem.typical(of(INDEX, 2), 140),
         lambda: Problem.typical(of(INDEX, 2, to_fp8=True), 140),
+        lambda: packed(PRODUCT, 4, 140),
+        lambda: packed(TURNED, 2, 140),
+        lambda: packed(HEADS, 1, 140),
+        lambda: packed_with_low_rank(64, 140),
+        lambda: packed(INDEX, 2, 140, to_fp8=True),
     ],
-    ids=["plain", "turned", "heads", "with a low-rank query", "left to be normed", "index query", "in 8 bits"],
+    ids=[
+        *("plain", "turned", "heads", "with a low-rank query", "left to be normed", "index query", "in 8 bits"),
+        *("packed", "packed, turned", "packed, heads", "packed, with a low-rank query", "packed, in 8 bits"),
+    ],
 )
 def test_a_row_has_the_same_bits_in_any_company(make):
     """Alone, among others, in another place, by the kernel for more rows, and in its second tile of rows."""
@@ -106,6 +140,47 @@ def test_parts_are_added_in_turn(numbers, total):
     for part, number in enumerate(numbers):
         x.w[:, 64 * (tiles * part // 4)] = number
     assert (run(x) == total).all()
+
+
+@needs_kernels
+def test_every_code_of_a_packed_matrix_is_read_exactly():
+    """Each row of x chooses a row of w, of all codes but NaN, subnormal numbers among them, in blocks of many scales:
+    y has its bits.
+    """
+    rng, rows, k, n = np.random.default_rng(0), 60, 600, 200
+    x = Problem.of(of(PRODUCT, 4, weights="e4m3"), rows, k, n)
+    codes = rng.permutation(np.resize(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), k * n)).reshape(1, n, k)
+    scales = 2.0 ** rng.permutation(np.arange(-113, 8, 13)[:10]).reshape(1, 2, 5)
+    x = x.of_codes(codes.view(E4M3), scales.astype(np.float32))
+    chosen = rng.permutation(k)[:rows]
+    x.x[:] = 0
+    x.x[np.arange(rows), 0, chosen] = 1
+    want = x.w[0, chosen] + np.zeros((), BF16)  # sums have no -0
+    assert np.array_equal(run(x)[:, 0].view(np.uint16), want.view(np.uint16))
+    assert len(np.unique(np.abs(codes[0][:, chosen].view(E4M3).astype(np.float32)))) == 127
+
+
+@needs_kernels
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_scale_of_the_next_block_is_found(axis):
+    """As the kernel would read it: of the next 128 columns, or of the next 128 of k."""
+    x = packed(PRODUCT, 4)
+    others = x.of_codes(x.codes, np.roll(x.scales, 1, axis))
+    with pytest.raises(Wrong, match="numbers are wrong"):
+        judge(x, results(others))
+
+
+@needs_kernels
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_not_a_number_makes_its_columns_nan(code):
+    """Those of its tile, and no others."""
+    x = packed(PRODUCT, 4)
+    usual = run(x).astype(np.float32)
+    codes = x.codes.copy()
+    codes[0, 70, 300] = np.uint8(code).view(E4M3)
+    y = run(replace(x, codes=codes)).astype(np.float32)
+    assert np.isnan(y[..., 64:128]).all()
+    np.testing.assert_array_equal(np.delete(y, slice(64, 128), 2), np.delete(usual, slice(64, 128), 2))
 
 
 def another_part(text):
@@ -155,8 +230,27 @@ def turned_without_a_fence(text):
     return edits.drop(text, r"fence\.proxy\.async")
 
 
+def with_waits_left_out(which, chosen=slice(None)):
+    """Nobody waits for the barriers of a ring that say that a stage is full, or empty."""
+
+    def edit(text):
+        made = edits.barriers(text)
+        half = len(made) // 2
+        return edits.drop_waits(text, set(made[:half] if which == "full" else made[half:]), chosen)
+
+    return edit
+
+
+def changed(pattern, to, which=slice(None)):
+    return lambda text: edits.replace(text, pattern, to, which)
+
+
 LOW, LEFT = "with a low-rank query", "left to be normed"
+PACKED, PACKED_TURNED, LONG = "packed", "packed, turned", "packed, of more stages than there are"
 PROBLEMS = {
+    PACKED: lambda: packed(PRODUCT, 4),
+    PACKED_TURNED: lambda: packed(TURNED, 2),
+    LONG: lambda: Problem.of(of(INDEX, 2, weights="e4m3"), 5, 1664, 128),
     PRODUCT: lambda: Problem.typical(of(PRODUCT, 2), 5),
     HEADS: lambda: Problem.typical(of(HEADS), 5),
     TURNED: lambda: Problem.typical(of(TURNED, 2), 5),
@@ -192,8 +286,42 @@ FAULTS = [
         "turned numbers are not awaited", TURNED, Race, "reads SMEM .* nothing orders", turned_numbers_are_not_awaited
     ),
     PlantedFault("turned without a fence", TURNED, Race, r"no fence\.proxy\.async after", turned_without_a_fence),
+    PlantedFault(
+        "a scale of the next stage",
+        *(PACKED, Race, "reads SMEM .* nothing orders"),
+        changed(r"(add\.s32\s+%r\d+, %r\d+, )4096;", lambda m: f"{m[1]}20544;"),
+    ),
+    PlantedFault(
+        "two codes exchanged",
+        *(PACKED, Wrong, "numbers are wrong"),
+        changed(r"(ld\.shared\.v4\.b32 \{)(%r\d+), (%r\d+)", lambda m: f"{m[1]}{m[3]}, {m[2]}", slice(1, 2)),
+    ),
+    PlantedFault("a sign is lost", PACKED, Wrong, "numbers are wrong", changed(" -2131722000;", " 15728880;")),
+    PlantedFault("a bit of the code beside", PACKED, Wrong, "numbers are wrong", changed(" 117442304;", " 251662080;")),
+    PlantedFault("codes of the slab after", PACKED, OutOfBounds, "bulk copy", parameters={"w": lambda at: at + 4112}),
+    PlantedFault("packed: a tile of k is left out", PACKED, Wrong, "numbers", parameters={"k": lambda k: k - 128}),
+    PlantedFault(
+        "sums are read while products run",
+        *(PACKED, Race, "register"),
+        lambda text: edits.drop(text, r"wgmma\.wait_group\.sync\.aligned\s+0"),
+    ),
+    PlantedFault("nobody waits for a packed stage", PACKED, (Race, Undefined), "reads", with_waits_left_out("full")),
+    PlantedFault(
+        "a packed stage is filled while it is read",
+        LONG,
+        (Race, Misuse),
+        "writes|an arrival",
+        with_waits_left_out("empty"),
+    ),
+    PlantedFault(
+        "turned numbers are not awaited, packed", PACKED_TURNED, Race, "nothing orders", turned_numbers_are_not_awaited
+    ),
+    PlantedFault("consumers meet alone, packed", PACKED, Race, "overwrites|writes", consumers_meet_alone),
     PlantedFault("the last meeting is left out", PRODUCT, Race, "which has ended", the_last_meeting_is_left_out),
 ]
+
+
+PACKED_SIZES = {"n": 136, "is_packed": 1, "tiles": 4, "slabs": 2, "slab_bytes": 4112}
 
 
 @needs_kernels
@@ -220,6 +348,10 @@ def test_fault(fault):
         ({"n": 256, "low_columns": 128, "square_tiles": 1, "groups": 2}, "groups is 2, wanted 1 with a low-rank query"),
         ({"makes_heads": 1, "k": 4224, "square_tiles": 33}, "n_squares is 33, the limit is 32"),
         ({"makes_heads": 1, "square_tiles": 1}, "n_squares is 1, wanted one for 128 of 64"),
+        (PACKED_SIZES | {"tiles": 3}, "tiles is 3, wanted 4"),
+        (PACKED_SIZES | {"slabs": 4}, "slabs is 4, wanted 2"),
+        (PACKED_SIZES | {"slab_bytes": 4096}, "slab_bytes is 4096, wanted 4112"),
+        (PACKED_SIZES | {"parts": 2}, "parts is 2, wanted at most 1, one for 128 of k"),
         ({"indexes": 1, "n": 256, "columns": 9, "column": 8}, "column is 8, wanted one with 2 of 9 from there on"),
     ],
 )

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import PackedMatrix
+
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """what 3 bits of e2m1 stand for; the fourth is the sign"""
 
@@ -48,7 +50,7 @@ def in_file(spec: P, axes: tuple[int, ...]) -> P:
 
 
 def is_packed(x: Any) -> bool:
-    return isinstance(x, Packed)
+    return isinstance(x, Packed | PackedMatrix)
 
 
 def whole(params: Any, dtype: Any) -> Any:

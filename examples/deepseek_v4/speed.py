@@ -1,10 +1,10 @@
 """Times one layer of each kind of a whole DeepSeek-V4 on one GPU: `python -m examples.deepseek_v4.speed [CHECKPOINT]`.
 
 A layer is attention, experts and hyper-connections, with random parameters and full caches, in bfloat16; with --packed
-routed experts are in MXFP4, as checkpoints have them. A checkpoint is read for its config.json alone; without one the
-sizes are V4-Flash's, whose experts of a layer take 13 GB, or 3.4 in MXFP4. Times are the host's: of many calls, each of
-which waits on the device for the one before, over their number. A row's last columns are the sum over all layers and
-the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
+routed experts are in MXFP4, and attention's projections in FP8, as checkpoints have them. A checkpoint is read for its
+config.json alone; without one the sizes are V4-Flash's, whose experts of a layer take 13 GB, or 3.4 in MXFP4. Times are
+the host's: of many calls, each of which waits on the device for the one before, over their number. A row's last columns
+are the sum over all layers and the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
 """
 
 import argparse
@@ -37,6 +37,8 @@ FLASH = {
 CONTEXTS = (8192, 131072, 1 << 20)
 SEQUENCES = (1, 8, 64)
 CHUNK = 4096
+PROJECTIONS = {"wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
+"""matrices in FP8, where the axes of their columns begin, and where they end; those that multiply x are in bfloat16"""
 
 
 class Work(NamedTuple):
@@ -102,7 +104,9 @@ def keep(file: str | None, count: dict[str, int], rows: list[dict[str, Any]]) ->
 def parameters(model: Model, packed: bool) -> Any:
     params = jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
     if packed:
-        params["layers"][0]["moe"] |= stand_in.experts(model, jax.random.key(2))
+        layer = params["layers"][0]
+        layer["moe"] |= stand_in.experts(model, jax.random.key(2))
+        layer["attention"] |= stand_in.projections(layer["attention"], jax.random.key(3))
     return params
 
 
@@ -191,7 +195,7 @@ def parsed(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def arguments() -> dict[str, Any]:
     made = parser(__doc__.split("\n\n")[0], SEQUENCES)
-    made.add_argument("--packed", action="store_true", help="routed experts in MXFP4, by fused_moe")
+    made.add_argument("--packed", action="store_true", help="routed experts in MXFP4, and projections in FP8")
     return parsed(made)
 
 

@@ -1,6 +1,7 @@
 """Random parameters in the form that a checkpoint has in memory, for times without its files."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import PackedExperts, pack_experts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 
 from .model import Model
+
+PROJECTIONS = {"wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
+"""matrices in FP8, where the axes of their columns begin, and where they end; those that multiply x are in bfloat16"""
 
 
 def fits(model: Any, mesh: Mesh) -> bool:
@@ -67,3 +71,19 @@ def in_mxfp4(key: jax.Array, *shape: int) -> PackedExperts:
     *rows, columns = shape
     codes = jax.random.bits(key, (*rows, columns // 2), jnp.uint8)
     return pack_experts(codes, jnp.full((*rows, columns // 32), 120, jnp.uint8))  # 2^-7
+
+
+def projections(params: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    """A layer's parameters of attention with random matrices in FP8."""
+    found = {name: in_fp8(key, params[name].shape, *axes) for name, axes in PROJECTIONS.items() if name in params}
+    of_indexer = {"indexer": projections(params["indexer"], key)} if "indexer" in params else {}
+    return {**params, **found, **of_indexer}
+
+
+def in_fp8(key: jax.Array, shape: tuple[int, ...], first: int, last: int) -> PackedMatrix:
+    """A random matrix of this shape, where its columns' axes begin and end there; its rows' axes come after them."""
+    *several, rows, columns = (*shape[:first], math.prod(shape[last:]), math.prod(shape[first:last]))
+    bits = jax.random.bits(key, (*several, rows, columns), jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(jnp.where(bits & 0x7F == 0x7F, 0, bits), jnp.float8_e4m3fn)  # no NaN
+    blocks = *several, -(-rows // 128), -(-columns // 128)
+    return pack_matrix(codes, jnp.full(blocks, 127 - 12, jnp.uint8), shape)  # 2^-12

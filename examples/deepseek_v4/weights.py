@@ -201,9 +201,10 @@ def load(
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
-    in; with packed=True they stay in 4 or 8 bits, outside of attention: as `Packed`, or, routed experts in MXFP4 that
-    no device has a part of, laid out for `fused_moe`. That op has no gradient, and fused=False makes no use of it.
-    Layers for drafts are left out of a `Model`, and what reads pictures. Engrams take words from tokenizer.json.
+    in; with packed=True they stay in 4 or 8 bits: as `Packed`, or, routed experts in MXFP4 that no device has a part
+    of, laid out for `fused_moe`, and attention's projections as `from_state_dict` packs them. Neither has a gradient,
+    and fused=False makes no use of `fused_moe`. Layers for drafts are left out of a `Model`, and what reads pictures.
+    Engrams take words from tokenizer.json.
 
     Raises:
       FileNotFoundError: there are no such files, or one that the index names is not there.
@@ -273,7 +274,7 @@ def load(
     def attention(layer: Any, prefix: str, specs: Any) -> Any:
         tensors = {name: checkpoint[name] for name in checkpoint if name.startswith(prefix)}
         try:
-            return from_state_dict(layer, tensors, prefix, dtype, jax.tree.map(sharding, specs))
+            return from_state_dict(layer, tensors, prefix, dtype, jax.tree.map(sharding, specs), packed)
         except ValueError as e:
             raise ValueError(f"{directory}: {checkpoint.named(str(e))}") from None
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
+from jax_dsv4_fmha._definitions.packed_matrix import BLOCK, pack_matrix
 from kernels.abi import FewRowsProduct
 from kernels.packings import ROPE
 
@@ -32,12 +35,30 @@ class Problem:
     angle: Array  # float32 [rows, ROPE / 2]
     low_columns: int = 0  # the first columns of y, which are a low-rank query
     left: bool = False  # whether x is left to be normed
+    codes: Array | None = None  # float8_e4m3fn [groups, n, k], of which w is made, with `scales`, where it is packed
+    scales: Array | None = None  # float32 [groups, n / BLOCK, k / BLOCK], powers of two
 
     @staticmethod
     def of(variant: FewRowsProduct, rows: int, k: int, n: int, groups: int = 1, **how: Any) -> Problem:
         rng = np.random.default_rng(0)
         x, w = (rng.standard_normal(shape).astype(variant.dtype) for shape in ((rows, groups, k), (groups, k, n)))
-        return Problem(variant, x, w, rng.uniform(-9, 9, (rows, ROPE // 2)).astype(np.float32), **how)
+        made = Problem(variant, x, w, rng.uniform(-9, 9, (rows, ROPE // 2)).astype(np.float32), **how)
+        if not variant.weights:
+            return made
+        codes = rng.standard_normal((groups, n, k)).astype(ml_dtypes.float8_e4m3fn)
+        scales = 2.0 ** rng.integers(-2, 2, (groups, -(-n // BLOCK), -(-k // BLOCK)))
+        return made.of_codes(codes, scales.astype(np.float32))
+
+    def of_codes(self, codes: Array, scales: Array) -> Problem:
+        """The same with this matrix."""
+        whole = np.repeat(np.repeat(scales, BLOCK, 1), BLOCK, 2)[:, : codes.shape[1], : codes.shape[2]]
+        w = (codes.astype(np.float32) * whole).swapaxes(1, 2).astype(self.variant.dtype)
+        return replace(self, w=w, codes=codes, scales=scales)
+
+    @property
+    def packed(self) -> Array:
+        """Its bytes, uint8 [groups, tiles, slabs, slab_bytes]."""
+        return np.asarray(pack_matrix(jnp.asarray(self.codes), jnp.asarray(self.scales)).data)
 
     @staticmethod
     def typical(variant: FewRowsProduct, rows: int, groups: int = 1) -> Problem:
@@ -46,7 +67,9 @@ class Problem:
             return Problem.of(variant, rows, 136, 2 * HEAD)
         if variant.indexes:
             return Problem.of(variant, rows, 2 * SQUARED, 2 * INDEX_D, left=True)
-        return Problem.of(variant, rows, 2 * HEAD if variant.turns_back else 64 * (variant.parts + 1) + 8, 200, groups)
+        at_once = BLOCK if variant.weights else 64
+        k = 2 * HEAD if variant.turns_back else at_once * (variant.parts + 1) + 8
+        return Problem.of(variant, rows, k, 200, groups)
 
     @property
     def table(self) -> Array:
@@ -150,13 +173,17 @@ def launched(
     """The launch, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(x.variant), new_memory()
     rows, groups, k = x.x.shape
-    names = ["x", "w", "table", *["gain"] * bool(x.low_columns), *["given"] * x.variant.indexes]
+    w = x.packed if x.variant.weights else x.w
+    names = ["x", "table", *["gain"] * bool(x.low_columns), *["given"] * x.variant.indexes]
     addresses = {name: memory.add(name, getattr(x, name)) for name in [*names, *["squares"] * x.left]}
+    addresses["w"] = memory.add("w", w)
     for name, (shape, dtype) in x.shapes().items():
         addresses[name] = memory.add(name, None, int(np.prod(shape)) * np.dtype(dtype).itemsize)
     sizes = {"rows": rows, "groups": groups, "k": k, "n": x.w.shape[2], "type": native.TYPES[x.variant.dtype]}
     sizes |= {"makes_heads": x.variant.norms, "takes_heads": x.variant.turns_back, "indexes": x.variant.indexes}
     sizes |= {"low_columns": x.low_columns, "square_tiles": x.low_columns // SQUARED or x.squares.shape[1]}
+    if x.variant.weights:
+        sizes |= dict(zip(("is_packed", "tiles", "slabs", "slab_bytes"), (1, *w.shape[1:]), strict=True))
     if x.variant.indexes:
         sizes |= {"columns": x.given.shape[1], "column": COLUMN}
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}

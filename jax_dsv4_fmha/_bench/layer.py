@@ -50,11 +50,13 @@ class LayerRow(Row):
     has_gradient: bool = False
     cache: str = "bfloat16"
     """its dtype, in a step"""
+    packed: bool = False
+    """whether projections are in FP8"""
 
     @property
     def name(self) -> str:
         what = "gradient and layer" if self.has_gradient else "layer"
-        kind = _kind(self.ratio)
+        kind = _kind(self.ratio) + ", packed" * self.packed
         work = f"step after {self.s_kv}, b{self.b}" if self.is_step else f"prompt of {self.s_q}"
         return f"{what} {kind}, {work}" + ", FP8" * (self.cache != "bfloat16")
 
@@ -85,7 +87,17 @@ class LayerRow(Row):
         """The bytes of matrices, x, y and cached keys, for all passes."""
         layer = self.layer
         cached = layer.d * self._seen if self.is_step else 0
-        return self.passes * 2.0 * (sum(self._matrices) + 2 * self.b * self.s_q * layer.hidden + cached)
+        saved = sum(x.size for x in jax.tree.leaves(self._params) if x.dtype == jnp.uint8) if self.packed else 0
+        return self.passes * (2.0 * (sum(self._matrices) + 2 * self.b * self.s_q * layer.hidden + cached) - saved)
+
+    def _made(self, key: jax.Array) -> Any:
+        params = self.layer.init(key, jnp.bfloat16)
+        params = self.layer.packed(params) if self.packed else params
+        return self.layer.joined(params) if self.is_step else params
+
+    @property
+    def _params(self) -> Any:
+        return jax.eval_shape(self._made, jax.random.key(0))
 
     @property
     def _matrices(self) -> list[int]:
@@ -106,14 +118,9 @@ class LayerRow(Row):
 
     def inputs(self, sets: int) -> list[Operands]:
         layer = self.layer
-
-        def params(key: jax.Array) -> Any:
-            made = layer.init(key, jnp.bfloat16)
-            return layer.joined(made) if self.is_step else made
-
         shape = self.b, self.s_q, layer.hidden
         operands = {
-            "params": jax.jit(params)(jax.random.key(0)),
+            "params": jax.jit(self._made)(jax.random.key(0)),
             "x": jax.random.normal(jax.random.key(1), shape, jnp.bfloat16),
             # not x itself, with whose products XLA would merge those of dy, and copy both matrices side by side
             "dy": jax.random.normal(jax.random.key(3), shape, jnp.bfloat16),
@@ -338,6 +345,11 @@ _SIZES: tuple[dict[str, Any], ...] = (
     {"b": 1, "s_q": 4096, "s_kv": 4096, "has_gradient": True},
     *(
         {"b": b, "s_q": 1, "s_kv": CONTEXT, "cache": cache}
+        for b in (1, 8, 64, 128)
+        for cache in ("bfloat16", "float8_e4m3fn")
+    ),
+    *(
+        {"b": b, "s_q": 1, "s_kv": CONTEXT, "cache": cache, "packed": True}
         for b in (1, 8, 64, 128)
         for cache in ("bfloat16", "float8_e4m3fn")
     ),

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._definitions.packed_matrix import PackedMatrix, pack_matrix
 from .._host.few_rows_product import SQUARED
 from ..layers import DSV4Attention, _few_rows, from_config
 from ..layers._norm import rms_norm
@@ -35,10 +36,12 @@ class ProductRow(CallRow):
     b: int
     what: str
     """one of `WHAT`"""
+    packed: bool = False
+    """whether the matrix is in FP8"""
 
     @property
     def name(self) -> str:
-        return f"product of {self.what}, b{self.b}"
+        return f"product of {self.what}{', FP8' * self.packed}, b{self.b}"
 
     @property
     def layer(self) -> DSV4Attention:
@@ -68,14 +71,26 @@ class ProductRow(CallRow):
     @property
     def bytes(self) -> float:
         y = jax.eval_shape(self.ours, **jax.eval_shape(self.operands, jax.random.key(0)))
-        return 2.0 * sum(map(math.prod, self.shapes)) + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(y))
+        rows, matrix = map(math.prod, self.shapes)
+        return (
+            2.0 * rows + matrix * (1 if self.packed else 2) + sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(y))
+        )
 
     def operands(self, key: jax.Array) -> Operands:
         keys = jax.random.split(key, 4)
         x, w = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, self.shapes, strict=False))
         positions = jax.random.randint(keys[2], (self.b, 1), 0, 16384)
         numbers = jax.random.uniform(keys[3], (self.b, 1, 64))  # weights of an indexer's heads, or sums of squares
-        return {"x": x, "w": w * w.shape[0] ** -0.5, "table": self.layer.rope.table(positions), "numbers": numbers}
+        matrix = self._in_fp8(w) if self.packed else w * w.shape[0] ** -0.5
+        return {"x": x, "w": matrix, "table": self.layer.rope.table(positions), "numbers": numbers}
+
+    def _in_fp8(self, w: jax.Array) -> PackedMatrix:
+        """w, of normal numbers, with scales of one power of two."""
+        several = self.what.endswith("wo_a")
+        first = 2 if self.what.startswith(("RoPE", "wo_b")) else 1  # of the axes of its rows
+        matrix = jnp.swapaxes(w.reshape(*w.shape[:several], -1, math.prod(w.shape[first:])), -1, -2)
+        blocks = (*matrix.shape[:-2], *(-(-n // 128) for n in matrix.shape[-2:]))
+        return pack_matrix(matrix.astype(jnp.float8_e4m3fn), jnp.full(blocks, 121, jnp.uint8), w.shape)
 
     def ours(self, **operands: jax.Array) -> Any:
         return self._product(True, **operands)
@@ -83,7 +98,7 @@ class ProductRow(CallRow):
     def peer(self, name: str, **operands: Any) -> Any:
         return self._product(False, **operands)
 
-    def _product(self, kernel: bool, x: jax.Array, w: jax.Array, table: jax.Array, numbers: jax.Array) -> Any:
+    def _product(self, kernel: bool, x: jax.Array, w: _few_rows.Matrix, table: jax.Array, numbers: jax.Array) -> Any:
         layer = self.layer
         if self.what.startswith("x,"):
             gain = jnp.ones(layer.q_rank)
@@ -98,7 +113,7 @@ class ProductRow(CallRow):
             if kernel:
                 c, how = _few_rows.LowRank(x, squares), {"column": 0, "scale": 1.0, "eps": layer.eps}
                 return _few_rows.index_query(c, w, table, numbers, True, **how)
-            codes, scales = index_query(jnp.einsum("bsr,rhd->bshd", x, w), table)
+            codes, scales = index_query(jnp.einsum("bsr,rhd->bshd", x, _few_rows.array_of(w, x.dtype)), table)
             return codes, numbers * scales
         if self.what.endswith("wo_a"):
             return _few_rows.grouped_product(x, w, table, kernel)
@@ -108,5 +123,8 @@ class ProductRow(CallRow):
 SUITE = Suite(
     "product",
     "#5f5f2f",
-    tuple(ProductRow(b=b, what=what, peers=("xla",)) for b in (1, 8, 64, 128) for what in WHAT),
+    (
+        *(ProductRow(b=b, what=what, peers=("xla",)) for b in (1, 8, 64, 128) for what in WHAT),
+        *(ProductRow(b=b, what=what, packed=True) for b in (1, 8, 64, 128) for what in WHAT if what not in WHAT[1:3]),
+    ),
 )

@@ -97,7 +97,7 @@ def _value_of(codes: Array) -> Array:
     return jnp.where(codes >= 8, -size, size)
 
 
-def _in_tiles(rows: Array, gated: bool) -> Array:
+def in_tiles(rows: Array, gated: bool) -> Array:
     """Rows of matrices `[e, rows, …]` as tiles have them, `[e, tile, warp, 2, 8, …]`. A thread of a product has a gate
     and what it lets through, or two neighbouring channels.
     """
@@ -161,7 +161,7 @@ def _packed(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
 def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
     columns = codes.shape[-1] * 2
     # tile warp upper g | slab step khi t: a byte has the two codes of a pair, in the halves of a word
-    x = _in_tiles(codes[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 4, 2, 4)
+    x = in_tiles(codes[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 4, 2, 4)
     x = x.transpose(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, columns // SLAB, *_WORDS, 4).astype(jnp.uint32)
     words = jnp.zeros(x.shape[:-1], jnp.uint32)
     for j, (low, sign) in enumerate(FIELDS):
@@ -174,7 +174,7 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
     above = jnp.where(greatest == 255, 0, jnp.maximum(greatest - GREATEST_SCALE, 0))
     kept = jnp.clip(scales.astype(jnp.int32) + 126 - above, 0, 254)
     kept = jnp.where(scales == 255, 255, kept).astype(jnp.uint8)
-    s = _in_tiles(kept[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 2).transpose(0, 4, 1, 3, 2, 5)
+    s = in_tiles(kept[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 2).transpose(0, 4, 1, 3, 2, 5)
     data = jnp.concatenate([of_codes, s.reshape(*of_codes.shape[:2], SLAB_BYTES - CODES)], -1)
     return data, jnp.ldexp(jnp.float32(1), above)
 

@@ -35,8 +35,17 @@ def public_pytree(kind: type[T]) -> type[T]:
 
 
 def _to_bytes(values: tuple[Any, ...]) -> bytes:
-    return json.dumps([sorted(x) if isinstance(x, frozenset) else x for x in values]).encode()
+    return json.dumps([_to_json(x) for x in values]).encode()
 
 
 def _from_bytes(text: bytes | bytearray) -> tuple[Any, ...]:
-    return tuple(frozenset(x) if isinstance(x, list) else x for x in json.loads(bytes(text)))
+    return tuple(_from_json(x) for x in json.loads(bytes(text)))
+
+
+def _to_json(x: Any) -> Any:
+    """A frozenset as a list, a tuple as an object."""
+    return sorted(x) if isinstance(x, frozenset) else {"tuple": x} if isinstance(x, tuple) else x
+
+
+def _from_json(x: Any) -> Any:
+    return frozenset(x) if isinstance(x, list) else tuple(x["tuple"]) if isinstance(x, dict) else x

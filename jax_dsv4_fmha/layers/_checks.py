@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import Cache, _check
 from .._definitions import explicit_axes
+from .._definitions.packed_matrix import PackedMatrix
 from . import _operands, _params
 from ._shape import LayerShape
 from .compressor import check_state
@@ -39,7 +40,8 @@ def operands(layer: LayerShape, params: Any, x: Any, cache: Any, shared: Any, in
 
 def whole_where_needed(layer: LayerShape, params: Any, x: jax.Array) -> None:
     """Raises where Explicit axes of a mesh shard what has to be whole."""
-    heads = explicit_axes.entries(params["wq_b"])[1]
+    w = params["wq_b"]
+    heads = explicit_axes.entries(w.data)[0] if isinstance(w, PackedMatrix) else explicit_axes.entries(w)[1]
     _operands.sharded_as(_OP, "params", params, layer.partition(heads))
     b, s, hidden = explicit_axes.entries(x)
     for name, entry in (("b", b), ("s", s), ("hidden", hidden)):

@@ -1,8 +1,10 @@
 """A step's products: few rows with large matrices, by a kernel that reads a matrix once, where there is one.
 
-On Hopper, products of more than MAX_ROWS rows, and of matrices in another dtype than x, are XLA's.
+On Hopper, products of more than MAX_ROWS rows, and of matrices in another dtype than x, are XLA's. A matrix may be a
+`PackedMatrix`, which kernels read in FP8; XLA unpacks it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from jax import lax
 
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
+from .._definitions.packed_matrix import BLOCK, FORMAT, PackedMatrix, unpacked
 from .._definitions.rope import normed_and_rotated, rotated_pairs
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
@@ -27,6 +30,8 @@ from .hadamard import hadamard
 MAX_ROWS = 128
 """of x: with more, XLA's products are faster"""
 
+Matrix = jax.Array | PackedMatrix
+
 
 class LowRank(NamedTuple):
     """A low-rank query, from which a product makes query heads."""
@@ -38,16 +43,22 @@ class LowRank(NamedTuple):
     query's root mean square: these are sums of squares, float32 `[b, s, n]`"""
 
 
-def plain_product(x: jax.Array, w: jax.Array, dtype: Any, kernel: bool) -> jax.Array:
+def array_of(w: Matrix, dtype: Any) -> jax.Array:
+    """w in dtype. A packed matrix is unpacked to it in `jnp`, in every call: so do prompts, chunks and definitions."""
+    return w.unpacked(dtype) if isinstance(w, PackedMatrix) else w.astype(dtype)
+
+
+def plain_product(x: jax.Array, w: Matrix, dtype: Any, kernel: bool) -> jax.Array:
     """x `[b, s, k]` w `[k, n]` in dtype, x's or float32; kernel: whether one may run, which has no gradient."""
     is_wide = jnp.dtype(dtype) == jnp.float32 != x.dtype
     call = _call(_PLAIN, x, w, *w.shape, to_float32=is_wide, dtype=jnp.dtype(dtype).name) if kernel else None
     if call is not None:
-        return call(x, w[None])[0]
-    return product(x, w) if is_wide else jnp.einsum("bsk,kn->bsn", x, w.astype(x.dtype))
+        return call(x, _operand(w))[0]
+    w = array_of(w, x.dtype)
+    return product(x, w) if is_wide else jnp.einsum("bsk,kn->bsn", x, w)
 
 
-def leaves_norm(x: jax.Array, w: jax.Array, rank: int, *takers: bool) -> bool:
+def leaves_norm(x: jax.Array, w: Matrix, rank: int, *takers: bool) -> bool:
     """Returns whether `product_and_low_rank` makes a query of this rank of x `[b, s, k]` and w `[k, n]`, if all takers
     do its norm themselves.
     """
@@ -55,39 +66,39 @@ def leaves_norm(x: jax.Array, w: jax.Array, rank: int, *takers: bool) -> bool:
     return all(takers) and fits and _low_rank_call(x, w, rank) is not None
 
 
-def product_and_low_rank(x: jax.Array, w: jax.Array, gain: jax.Array) -> tuple[jax.Array, LowRank]:
+def product_and_low_rank(x: jax.Array, w: Matrix, gain: jax.Array) -> tuple[jax.Array, LowRank]:
     """`plain_product` in float32, where `leaves_norm`; and its first columns as a low-rank query whose norm has the
     weight gain `[columns]`.
     """
     run = _low_rank_call(x, w, gain.shape[0])
     assert run is not None
-    y, query, squares = run(x, w[None], gain.astype(jnp.float32)[None])
+    y, query, squares = run(x, _operand(w), gain.astype(jnp.float32)[None])
     return y, LowRank(query, squares)
 
 
-def makes_heads(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> bool:
+def makes_heads(x: jax.Array, w: Matrix, dims: int, eps: float | None) -> bool:
     """Returns whether a kernel makes query heads of a query with the batch and dtype of x, and does its norm."""
     return _heads_call(x, w, dims, eps) is not None
 
 
-def query_heads(c: LowRank, w: jax.Array, table: jax.Array, eps: float | None, kernel: bool) -> jax.Array:
+def query_heads(c: LowRank, w: Matrix, table: jax.Array, eps: float | None, kernel: bool) -> jax.Array:
     """c times w `[k, h, d]`, its heads normed, unless eps is None, and rotated by a table `[b or 1, s, n]`."""
     x = c.query
     run = _heads_call(x, w, table.shape[2], eps) if kernel else None
     if run is not None:
-        return run(x, w[None], table, _squares(c))[0]
+        return run(x, _operand(w, w.shape[1]), table, _squares(c))[0]
     assert c.squares is None
-    q = jnp.einsum("bsr,rhd->bshd", x, w.astype(x.dtype))
+    q = jnp.einsum("bsr,rhd->bshd", x, array_of(w, x.dtype))
     return rotated(q, table, 1) if eps is None else normed_then_rotated(q, table, eps)
 
 
-def makes_index_query(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool) -> bool:
+def makes_index_query(x: jax.Array, w: Matrix, dims: int, to_fp8: bool) -> bool:
     """Returns whether `index_query` makes an indexer's queries of a query with the batch and dtype of x."""
     return _index_call(x, w, dims, to_fp8) is not None
 
 
 def index_query(
-    c: LowRank, w: jax.Array, table: jax.Array, given: jax.Array, to_fp8: bool, **params: Any
+    c: LowRank, w: Matrix, table: jax.Array, given: jax.Array, to_fp8: bool, **params: Any
 ) -> tuple[jax.Array, jax.Array]:
     """c times w `[k, h, 128]`, its heads rotated by a table `[b or 1, s, 64]` and multiplied by the Hadamard matrix, in
     float8_e4m3fn as `quantize_indexer` does it, or in c's dtype; and the heads' weights, with the scales of those.
@@ -98,7 +109,7 @@ def index_query(
     """
     run = _index_call(c.query, w, table.shape[2], to_fp8, **params)
     assert run is not None
-    q, weights = run(c.query, w[None], table, _squares(c), given)
+    q, weights = run(c.query, _operand(w, w.shape[1]), table, _squares(c), given)
     return q, weights
 
 
@@ -106,28 +117,35 @@ def _squares(c: LowRank) -> jax.Array:
     return jnp.zeros((*c.query.shape[:2], 0), jnp.float32) if c.squares is None else c.squares
 
 
-def _low_rank_call(x: jax.Array, w: jax.Array, rank: int) -> Callable[..., Arrays] | None:
+def _operand(w: Matrix, heads: int = 0) -> jax.Array:
+    """w as an operand of an op, which has a batch axis: `[1, …]`, and where columns are heads, an axis of these."""
+    if isinstance(w, PackedMatrix):
+        return (w.data.reshape(heads, -1, *w.data.shape[1:]) if heads else w.data)[None]
+    return w[None]
+
+
+def _low_rank_call(x: jax.Array, w: Matrix, rank: int) -> Callable[..., Arrays] | None:
     return _call(_LOW_RANK, x, w, *w.shape, to_float32=True, n_squares=rank // raw.SQUARED)
 
 
-def _heads_call(x: jax.Array, w: jax.Array, dims: int, eps: float | None) -> Callable[..., Arrays] | None:
+def _heads_call(x: jax.Array, w: Matrix, dims: int, eps: float | None) -> Callable[..., Arrays] | None:
     fits = eps is not None and w.shape[2] == raw.HEAD and dims == raw.DIMS
     return _call(_HEADS, x, w, w.shape[0], w.shape[1] * w.shape[2], eps=eps) if fits else None
 
 
-def _index_call(x: jax.Array, w: jax.Array, dims: int, to_fp8: bool, **params: Any) -> Callable[..., Arrays] | None:
+def _index_call(x: jax.Array, w: Matrix, dims: int, to_fp8: bool, **params: Any) -> Callable[..., Arrays] | None:
     fits = w.shape[2] == raw.INDEX_D and dims == raw.DIMS
     return _call(_INDEX, x, w, w.shape[0], w.shape[1] * w.shape[2], to_fp8=to_fp8, **params) if fits else None
 
 
-def projected_back(o: jax.Array, w_a: jax.Array, w_b: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
+def projected_back(o: jax.Array, w_a: Matrix, w_b: Matrix, table: jax.Array | None, kernel: bool) -> jax.Array:
     """y `[b, s, n]` of o `[b, s, h, d]`, with w_a `[g, h / g, d, k]` and w_b `[g, k, n]`; o is first rotated back by a
     table, if any.
     """
     return summed_product(grouped_product(o, w_a.reshape(w_a.shape[0], -1, w_a.shape[3]), table, kernel), w_b, kernel)
 
 
-def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
+def grouped_product(x: jax.Array, w: Matrix, table: jax.Array | None, kernel: bool) -> jax.Array:
     """x `[b, s, h, d]` w `[g, h / g d, n]`, group by group of heads, which a table, if there is one, first rotates
     back.
     """
@@ -139,45 +157,58 @@ def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel:
     fits = table is not None and x.shape[3] == raw.HEAD and table.shape[2] == raw.DIMS
     call = _call(_GROUPED, x, w, *w.shape[1:], groups=w.shape[0]) if kernel and fits else None
     if call is not None:
-        return call(in_groups(x), w[None], table)[0]
+        return call(in_groups(x), _operand(w), table)[0]
     x = x if table is None else rotated(x, table, -1)
-    return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), w.astype(x.dtype))
+    return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), array_of(w, x.dtype))
 
 
-def summed_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
+def summed_product(x: jax.Array, w: Matrix, kernel: bool) -> jax.Array:
     """x `[b, s, g, k]` w `[g, k, n]`, summed over the groups."""
-    call = _call(_SUMMED, x, w, w.shape[0] * w.shape[1], w.shape[2]) if kernel else None
+    in_blocks = not isinstance(w, PackedMatrix) or w.shape[1] % BLOCK == 0
+    call = _call(_SUMMED, x, w, w.shape[0] * w.shape[1], w.shape[2]) if kernel and in_blocks else None
     if call is not None:
-        return call(x, w[None])[0]
+        return call(x, _by_group(w))[0]
     b, s, _, _ = explicit_axes.entries(x)
     summed = explicit_axes.sharding(x, b, s, None)  # over Explicit axes JAX sums where it is told to
-    return jnp.einsum("bsgr,grm->bsm", x, w.astype(x.dtype), out_sharding=summed)
+    return jnp.einsum("bsgr,grm->bsm", x, array_of(w, x.dtype), out_sharding=summed)
+
+
+def _by_group(w: Matrix) -> jax.Array:
+    """`_operand` of a matrix that sums over groups, in which these have an axis that devices may share."""
+    if not isinstance(w, PackedMatrix):
+        return w[None]
+    tiles, _, size = w.data.shape
+    return w.data.reshape(tiles, w.shape[0], -1, size)[None]
 
 
 def _call(
-    op: Op, x: jax.Array, w: jax.Array, k: int, n: int, *, groups: int = 1, to_float32: bool = False, **params: Any
+    op: Op, x: jax.Array, w: Matrix, k: int, n: int, *, groups: int = 1, to_float32: bool = False, **params: Any
 ) -> Callable[..., Arrays] | None:
     """Returns a function that runs the op with its kernel; None if no kernel takes the operands."""
     b, s = x.shape[:2]
     if not (isinstance(b, int) and isinstance(s, int) and 0 < b * s <= MAX_ROWS and k % 8 == n % 8 == 0):
         return None
-    choices: dict[str, Any] = {"dtype": x.dtype.name, "to_float32": to_float32}
+    is_packed, fits = isinstance(w, PackedMatrix), isinstance(w, PackedMatrix) or w.dtype == x.dtype
+    choices: dict[str, Any] = {"dtype": x.dtype.name, "to_float32": to_float32, "weights": FORMAT * is_packed}
     choices["to_fp8"] = params.get("to_fp8", False)
     if op is not _HEADS:
-        choices["parts"] = params["parts"] = _parts(op, k, n, groups, **choices)
+        choices["parts"] = params["parts"] = _parts(op, k, n, groups, BLOCK if is_packed else raw.SLAB, **choices)
     support = Support(f"{x.dtype.name} of {b * s} rows", (op.name,), library.shipped_for(op.name, **choices))
-    use = choose(op.name, None, support) if x.dtype == w.dtype else KernelUse.NEVER
+    use = choose(op.name, None, support) if fits else KernelUse.NEVER
+    if is_packed:
+        params[op.results[0].axes.split()[-1]] = w.shape[-1]
+        op = _PACKED[op]
     if use == KernelUse.NEVER:
         return None
     return lambda *operands: without_gradient(Call(op, use, tuple(params.items()), support), *operands)
 
 
-def _parts(op: Op, k: int, n: int, groups: int, **choices: Any) -> int:
+def _parts(op: Op, k: int, n: int, groups: int, at_once: int, **choices: Any) -> int:
     """The number of parts that suits the matrix; if no kernel has it, the nearest that one has, fewer before more. The
     matrix alone chooses it, so a row's bits do not depend on the batch.
     """
-    best = raw.parts(k, n, groups)
-    others = sorted((p for p in raw.PARTS if p <= max(1, k // 64)), key=lambda p: (p > best, abs(p - best)))
+    best = raw.parts(k, n, groups, at_once)
+    others = sorted((p for p in raw.PARTS if p <= max(1, k // at_once)), key=lambda p: (p > best, abs(p - best)))
     return next((p for p in others if library.shipped_for(op.name, **choices, parts=p)), best)
 
 
@@ -235,14 +266,14 @@ def _summed(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
     return (jnp.einsum("bsgk,cgkn->bsn", x, w),)
 
 
-def _plain_kernel(x: jax.Array, w: jax.Array, *, parts: int, dtype: str) -> Arrays:
-    (y,) = raw.few_rows_product(x[:, :, None], w, dtype=jnp.dtype(dtype), parts=parts)
+def _plain_kernel(x: jax.Array, w: jax.Array, *, dtype: str, **params: int) -> Arrays:
+    (y,) = raw.few_rows_product(x[:, :, None], w, dtype=jnp.dtype(dtype), **params)
     return (y[:, :, 0],)
 
 
-def _low_rank_kernel(x: jax.Array, w: jax.Array, gain: jax.Array, *, parts: int, n_squares: int) -> Arrays:
+def _low_rank_kernel(x: jax.Array, w: jax.Array, gain: jax.Array, *, n_squares: int, **params: int) -> Arrays:
     del n_squares  # which gain tells
-    y, low, squares = raw.few_rows_product_and_low_rank(x[:, :, None], w, gain[0], parts=parts)
+    y, low, squares = raw.few_rows_product_and_low_rank(x[:, :, None], w, gain[0], **params)
     return y[:, :, 0], low, squares
 
 
@@ -258,8 +289,8 @@ def _of_batch(table: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(table, (x.shape[0], *table.shape[1:]))
 
 
-def _grouped_kernel(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> Arrays:
-    return raw.few_rows_product_of_turned(x, w[0], _of_batch(table, x), parts=parts)
+def _grouped_kernel(x: jax.Array, w: jax.Array, table: jax.Array, **params: int) -> Arrays:
+    return raw.few_rows_product_of_turned(x, w[0], _of_batch(table, x), **params)
 
 
 def _summed_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
@@ -319,3 +350,59 @@ _SUMMED = _op(
     _summed,
     _summed_kernel,
 )
+
+
+def _of_packed(op: Op, axes: str) -> Op:
+    """The same op with a packed matrix of these axes, which XLA unpacks where no kernel runs."""
+    size = op.results[0].axes.split()[-1]  # of the matrix's last axis, a parameter
+
+    def reference(x: jax.Array, w: jax.Array, *others: jax.Array, **params: Any) -> Arrays:
+        return op.reference(x, _matrix(op, x, w, params.pop(size)), *others, **params)
+
+    def kernel(x: jax.Array, w: jax.Array, *others: jax.Array, **params: Any) -> Arrays:
+        assert op.kernel is not None
+        if op is _SUMMED:
+            return _summed_packed_kernel(x, w, **params)
+        if op in (_HEADS, _INDEX):
+            w, params = _whole(w), {name: value for name, value in params.items() if name != size}
+        return op.kernel(x, w, *others, **params)
+
+    operands = tuple(Axes("w", f"{ONE_OR_B} {axes}") if own.name == "w" else own for own in op.operands)
+    return dataclasses.replace(op, operands=operands, reference=reference, kernel=kernel)
+
+
+def _whole(w: jax.Array) -> jax.Array:
+    """Data of heads' tiles `[c, h, tiles, slabs, slab_bytes]` as that of one matrix."""
+    return w.reshape(w.shape[0], -1, *w.shape[3:])
+
+
+def _matrix(op: Op, x: jax.Array, w: jax.Array, last: int) -> jax.Array:
+    """A packed operand as the array in x's dtype that the op has otherwise, whose last axis is so long."""
+    k = x.shape[-1]
+    if op in (_HEADS, _INDEX):
+        n = w.shape[1] * last
+        return jnp.swapaxes(unpacked(_whole(w), n, k, x.dtype), -1, -2).reshape(w.shape[0], k, -1, last)
+    if op is _SUMMED:
+        flat = w.reshape(*w.shape[:2], -1, w.shape[-1])
+        found = unpacked(flat, last, x.shape[2] * k, x.dtype)
+        return jnp.swapaxes(found, -1, -2).reshape(w.shape[0], x.shape[2], k, last)
+    return jnp.swapaxes(unpacked(w, last, k, x.dtype), -1, -2)
+
+
+def _summed_packed_kernel(x: jax.Array, w: jax.Array, *, parts: int, n: int) -> Arrays:
+    flat = x.reshape(*x.shape[:2], 1, -1)
+    parts = min(parts, raw.parts(flat.shape[-1], n, 1, BLOCK))
+    matrix = w.reshape(*w.shape[:2], -1, w.shape[-1])
+    (y,) = raw.few_rows_product(flat, matrix, dtype=x.dtype, parts=parts, n=n)
+    return (y[:, :, 0],)
+
+
+_TILES = "tiles slabs slab_bytes"
+_PACKED = {
+    _PLAIN: _of_packed(_PLAIN, _TILES),
+    _LOW_RANK: _of_packed(_LOW_RANK, _TILES),
+    _HEADS: _of_packed(_HEADS, f"h_q {_TILES}"),
+    _INDEX: _of_packed(_INDEX, f"heads {_TILES}"),
+    _GROUPED: _of_packed(_GROUPED, f"h_q {_TILES}"),
+    _SUMMED: _of_packed(_SUMMED, "tiles h_q slabs slab_bytes"),
+}

@@ -11,9 +11,16 @@ from jax.sharding import PartitionSpec
 
 from .. import _check
 from .._definitions import explicit_axes
+from .._definitions.experts import SLAB, TILE
+from .._definitions.packed_matrix import BLOCK, SLAB_BYTES, PackedMatrix
 
 IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "k_bias", "q_norm", "kv_norm")
 """names of parameters that are in float32 whatever dtype the matrices have"""
+PACKED = {"wq_a": (0, 1), "wkv": (0, 1), "wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
+"""matrices that may be packed, the indexer's among them: where the axes of their columns begin, and where they end"""
+JOINED = "wx"
+"""the matrices that multiply x side by side, packed if all of them are"""
+_AXES = PACKED | {JOINED: (0, 1)}
 
 
 @functools.cache
@@ -36,7 +43,10 @@ def parameters(part: Any, params: Any) -> None:
 
 
 def agree(op: str, name: str, got: Any, wanted: Any) -> None:
-    """Raises unless these are floats with the wanted names and shapes."""
+    """Raises unless these are floats with the wanted names and shapes, or packed matrices of these shapes."""
+    if isinstance(got, PackedMatrix) and name.rpartition(".")[2] in _AXES:
+        _agree_packed(op, name, got, wanted.shape)
+        return
     if not isinstance(wanted, Mapping):
         shape = f"floats{list(wanted.shape)}" + _as_torch_has_it(got, wanted.shape)
         _check.array(op, name, got, shape, lambda x: x.shape == wanted.shape and jnp.issubdtype(x.dtype, jnp.floating))
@@ -50,6 +60,44 @@ def agree(op: str, name: str, got: Any, wanted: Any) -> None:
         raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
     for key in wanted:
         agree(op, f"{name}.{key}", got[key], wanted[key])
+
+
+def _agree_packed(op: str, name: str, got: PackedMatrix, shape: tuple[int, ...]) -> None:
+    several, rows, columns = extents(name, shape)
+    if (got.shape, got.rows, got.columns) != (shape, rows, columns):
+        found = f"a PackedMatrix{list(got.shape)} of {got.rows} rows and {got.columns} columns"
+        wanted = f"one of {rows} rows and {columns} columns, for {list(shape)}: the shape is `pack_matrix`'s to be told"
+        raise _check.error(ValueError, op, name, found, wanted)
+    of_data = *several, -(-rows // BLOCK) * BLOCK // TILE, -(-columns // BLOCK) * BLOCK // SLAB, SLAB_BYTES
+    fits = lambda x: x.shape == of_data and x.dtype == jnp.uint8  # noqa: E731
+    _check.array(op, f"{name}.data", got.data, f"uint8{list(of_data)}", fits)
+
+
+def extents(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """The axes of several matrices, and the rows and columns of each, where one that may be packed has this shape."""
+    first, last = _AXES[name.rpartition(".")[2]]
+    return shape[:first], math.prod(shape[last:]), math.prod(shape[first:last])
+
+
+def packed_spec(name: str, spec: PartitionSpec) -> PartitionSpec:
+    """The PartitionSpec of a packed matrix's data, where the matrix has this one."""
+    first, last = _AXES[name.rpartition(".")[2]]
+    padded = (*spec, *[None] * (last + 1 - len(spec)))
+    return PartitionSpec(*padded[:first], padded[last], padded[first], None)
+
+
+def of_data(op: str, name: str, params: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The PartitionSpecs of parameters, or of their shapes; where one is packed, that of its data."""
+    if not isinstance(params, Mapping) or params.keys() != specs.keys():
+        got = ", ".join(map(str, params)) if isinstance(params, Mapping) else params
+        raise _check.error(TypeError, op, name, got, f"a dict of {', '.join(specs)}, as `init` makes it")
+    found = dict[str, Any]()
+    for key, spec in specs.items():
+        if isinstance(spec, Mapping):
+            found[key] = of_data(op, f"{name}.{key}", params[key], spec)
+        else:
+            found[key] = packed_spec(key, spec) if isinstance(params[key], PackedMatrix) else spec
+    return found
 
 
 def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:
@@ -66,6 +114,8 @@ def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
         for key in params:
             sharded_as(op, f"{name}.{key}", params[key], specs.get(key, PartitionSpec()))
         return
+    if isinstance(params, PackedMatrix):
+        name, params, specs = f"{name}.data", params.data, packed_spec(name, specs)
     found = explicit_axes.entries(params)
     wanted = (*specs, *[None] * (len(found) - len(specs)))
     if found != wanted:

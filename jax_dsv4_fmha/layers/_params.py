@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._definitions.experts import TILE
+from .._definitions.packed_matrix import BLOCK, PackedMatrix
 from . import _operands
+from ._few_rows import Matrix, array_of
+from ._operands import JOINED
 from ._shape import LayerShape
-
-_JOINED = "wx"
 
 
 class Columns(NamedTuple):
     """A matrix: some columns of an array."""
 
-    array: jax.Array
+    array: Matrix
     """`[hidden, columns]`"""
     first: int
     width: int
@@ -25,37 +27,57 @@ class Columns(NamedTuple):
 
 def of_x(layer: LayerShape, params: Any) -> dict[str, Columns]:
     """The matrices that a step multiplies x with, by their names."""
-    if _JOINED not in params:
+    if JOINED not in params:
         return {name: Columns(_leaf(params, name), 0, width) for name, width in widths(layer).items()}
     found, first = {}, 0
     for name, width in widths(layer).items():
-        found[name] = Columns(params[_JOINED], first, width)
+        found[name] = Columns(params[JOINED], first, width)
         first += width
     return found
 
 
 def joined(layer: LayerShape, params: Any) -> dict[str, Any]:
-    """These parameters with the matrices that multiply x side by side in one array."""
-    return {
-        **_without(widths(layer), params),
-        _JOINED: jnp.concatenate([_leaf(params, name) for name in widths(layer)], 1),
-    }
+    """These parameters with the matrices that multiply x side by side in one array.
+
+    One array is one product. It is packed if all matrices are, and are whole blocks: those of a layer without
+    compressor, which is never packed. Else packed ones are unpacked, to the dtype of the others, or to bfloat16, which
+    has all their numbers.
+    """
+    found = [_leaf(params, name) for name in widths(layer)]
+    return {**_without(widths(layer), params), JOINED: _side_by_side(found)}
+
+
+def _side_by_side(found: list[Matrix]) -> Matrix:
+    packed = [w for w in found if isinstance(w, PackedMatrix)]
+    if len(packed) == len(found) and not any(w.rows % BLOCK for w in packed):
+        rows, columns = sum(w.rows for w in packed), packed[0].columns
+        return PackedMatrix(jnp.concatenate([w.data for w in packed], 0), rows, columns, (columns, rows))
+    dtype = next((w.dtype for w in found if not isinstance(w, PackedMatrix)), jnp.bfloat16)
+    return jnp.concatenate([array_of(w, dtype) for w in found], 1)
+
+
+def _columns(w: Matrix, first: int, width: int) -> Matrix:
+    """So many columns of a matrix; of a packed one, whole blocks."""
+    if isinstance(w, PackedMatrix):
+        data = jax.lax.slice_in_dim(w.data, first // TILE, (first + width) // TILE, axis=0)
+        return PackedMatrix(data, width, w.columns, (w.columns, width))
+    return jax.lax.slice_in_dim(w, first, first + width, axis=1)
 
 
 def separate(layer: LayerShape, params: Any) -> Any:
     """These parameters as `init` makes them, whether they are joined or not."""
-    if _JOINED not in params:
+    if JOINED not in params:
         return params
-    found = jax.tree.map(lambda x: x, {name: x for name, x in params.items() if name != _JOINED})
+    found = jax.tree.map(lambda x: x, {name: x for name, x in params.items() if name != JOINED})
     for name, (array, first, width) in of_x(layer, params).items():
         *path, last = name.split(".")
-        _leaf(found, path)[last] = jax.lax.slice_in_dim(array, first, first + width, axis=1)
+        _leaf(found, path)[last] = _columns(array, first, width)
     return found
 
 
 def check(layer: LayerShape, params: Any) -> None:
     """Raises unless params are of this layer, in either form."""
-    is_joined = isinstance(params, Mapping) and _JOINED in params
+    is_joined = isinstance(params, Mapping) and JOINED in params
     _operands.agree(type(layer).__name__, "params", params, (_shapes_joined if is_joined else _operands.shapes)(layer))
 
 

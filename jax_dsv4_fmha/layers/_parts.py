@@ -78,13 +78,14 @@ class _Long(Part):
     """Many tokens, whose products are XLA's, and whose norm of heads and RoPE are parts of attention."""
 
     def products(self, x: jax.Array) -> Products:
-        c, kv = two_products(x, *(self.params[name].astype(x.dtype) for name in ("wq_a", "wkv")))
+        c, kv = two_products(x, *(_few_rows.array_of(self.params[name], x.dtype) for name in ("wq_a", "wkv")))
         c = rms_norm(c, self.params["q_norm"], self.layer.eps)
         return Products(LowRank(c), {"wkv": Rows(kv, 0, self.layer.d)})
 
     def queries(self, made: Products) -> jax.Array:
         """q `[b, s, h, d]`, before its norm and RoPE."""
-        return jnp.einsum("bsr,rhd->bshd", made.c.query, self.params["wq_b"].astype(made.c.query.dtype))
+        c = made.c.query
+        return jnp.einsum("bsr,rhd->bshd", c, _few_rows.array_of(self.params["wq_b"], c.dtype))
 
     def _latents(self, made: Products) -> jax.Array:
         kv = rms_norm(made.rows["wkv"].product, self.params["kv_norm"], self.layer.eps)

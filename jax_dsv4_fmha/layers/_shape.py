@@ -71,7 +71,9 @@ class LayerShape:
             params["indexer"] = self.indexer.init(next(keys))
         return _operands.with_matrices_in(params, dtype)
 
-    def partition(self, heads: str | tuple[str, ...] | None = None, mesh: Any = None) -> dict[str, Any]:
+    def partition(
+        self, heads: str | tuple[str, ...] | None = None, mesh: Any = None, *, params: Any = None
+    ) -> dict[str, Any]:
         """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
 
         All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
@@ -80,15 +82,21 @@ class LayerShape:
         Args:
           heads: names of axes; None shards nothing.
           mesh: the Mesh or AbstractMesh; by default that of `jax.set_mesh`, if there is one.
+          params: parameters of which some may be packed, or their shapes: each then has the PartitionSpec of its data.
+            None means that none is packed.
 
         Raises:
+          ValueError, TypeError: params are not of this layer.
           ValueError: the mesh does not have these axes, or more devices share the heads than `o_groups` can be divided
             over. Without a mesh, placing the parameters is then JAX's error, which names none of them.
         """
         _check_heads_over(self, heads, mesh)
         specs = jax.tree.map(lambda _: PartitionSpec(), _operands.shapes(self))
         split = {name: PartitionSpec(heads) for name in ("sink", "wo_a", "wo_b")}
-        return {**specs, **split, "wq_b": PartitionSpec(None, heads)}
+        found = {**specs, **split, "wq_b": PartitionSpec(None, heads)}
+        if params is None:
+            return found
+        return _operands.of_data(_OP, "params", params, found)
 
 
 def formats(layer: LayerShape) -> tuple[str, str]:

@@ -72,7 +72,7 @@ class Step(Part):
         rows = {name: Rows(arrays[id(array)], first, width) for name, (array, first, width) in columns.items()}
         return Products(c or LowRank(rms_norm(rows["wq_a"].take().astype(x.dtype), gain, self.layer.eps)), rows)
 
-    def _norm_is_left(self, x: jax.Array, w: jax.Array) -> bool:
+    def _norm_is_left(self, x: jax.Array, w: _few_rows.Matrix) -> bool:
         """Returns whether all products of the low-rank query, the first columns of x w, do its norm."""
         layer = self.layer
         eps = layer.eps if layer.norm_heads else None

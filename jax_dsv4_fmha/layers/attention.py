@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from .. import _check, indexer_loss
 from .._definitions import explicit_axes
 from .._dispatch.rope import normed_then_rotated, rotated
-from . import _caches, _checks, _operands, _params
+from . import _caches, _checks, _operands, _packing, _params
 from ._checks import without_single_axes
 from ._parts import Chunk, Prompt
 from ._shape import LayerShape
@@ -77,13 +77,40 @@ class DSV4Attention(LayerShape):
         """These parameters, as `init` makes them, for generation: the matrices that multiply x side by side in one.
 
         A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded:
-        `step` and `__call__` take both forms. `__call__` copies the matrices out of the joined one.
+        `step` and `__call__` take both forms. `__call__` copies the matrices out of the joined one. That is packed if
+        all of these are, in a layer without compressor; else it has the dtype of those that are not.
 
         Raises:
           ValueError, TypeError: params differ from what `init` makes.
         """
         _operands.parameters(self, params)
         return _params.joined(self, params)
+
+    def packed(self, params: Any, shardings: jax.sharding.Sharding | dict[str, Any] | None = None) -> dict[str, Any]:
+        """These parameters with projections rounded to FP8, each a `PackedMatrix`: to the nearest numbers in e4m3, by
+        the least powers of two for blocks of 128 x 128 that they fit in.
+
+        `from_state_dict(..., packed=True)` keeps a checkpoint's own codes and scales. This method is for parameters in
+        16 or 32 bits, random ones among them.
+
+        Args:
+          params: as `init` or `joined` makes them. Those that are packed stay as they are.
+          shardings: of the matrices, as `from_state_dict` takes them: a matrix whose parts on devices are no whole
+            tiles stays as it is.
+
+        Raises:
+          ValueError, TypeError: params differ from what `init` makes.
+
+        Examples:
+          >>> import jax
+          >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+          >>> layer = DSV4Attention(hidden=128, heads=4, d=64, q_rank=128, o_groups=2, o_rank=128, rope=Rope(16))
+          >>> params = layer.packed(layer.init(jax.random.key(0)))
+          >>> params["wq_b"].shape, params["wq_b"].data.shape
+          ((128, 4, 64), (4, 2, 4112))
+        """
+        _params.check(self, params)
+        return _packing.packed(params, shardings)
 
     def cache(
         self,
@@ -145,7 +172,9 @@ class DSV4Attention(LayerShape):
 
         Args:
           params: as `init` or `from_state_dict` make them, or as `joined` makes them of those; their matrices are used
-            in x's dtype.
+            in x's dtype. `wq_a`, `wq_b`, `wkv`, `wo_a`, `wo_b` and the indexer's `wq_b` may each be a `PackedMatrix` of
+            the same shape: steps read it in FP8, where a kernel does, and prompts and chunks unpack it in every call.
+            x has a gradient then, and such a matrix has none.
           x: `[b, s, hidden]`. Without a cache token i has position i. Padding goes after a sequence's end, where
             no token of the sequence sees it.
           cache: as `cache` makes it or this layer returned it; donate it.

@@ -21,7 +21,7 @@ from .._definitions import explicit_axes
 from .._definitions.packed import LAYOUTS, quantize_rows
 from .._definitions.span import Span
 from . import _operands
-from ._few_rows import plain_product
+from ._few_rows import array_of, plain_product
 from ._norm import layer_norm, rms_norm
 from ._products import product
 from ._rounding import Rounding, rounded
@@ -305,7 +305,7 @@ def _projected(params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
     if kernel:
         q = plain_product(low_rank, w.reshape(w.shape[0], -1), low_rank.dtype, kernel)
         return q.reshape(*q.shape[:2], *w.shape[1:])
-    return jnp.einsum("bsr,rhd->bshd", low_rank, w.astype(low_rank.dtype))
+    return jnp.einsum("bsr,rhd->bshd", low_rank, array_of(w, low_rank.dtype))
 
 
 def _rotated(indexer: Indexer, x: jax.Array, positions: jax.Array, rotation: Rope | None) -> jax.Array:

@@ -1,5 +1,6 @@
 """Parameters from checkpoints, and back: Hugging Face's names and DeepSeek's."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
+from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, PackedMatrix, pack_matrix
 from . import _latent_weights, _operands, _params
-from ._operands import IN_FLOAT32, shapes
+from ._operands import IN_FLOAT32, extents, shapes
+from ._packing import divides, may_be_packed, sharding_of_data
 from .attention import DSV4Attention
 from .latent import LatentAttention
 
@@ -65,6 +68,7 @@ def from_state_dict(
     prefix: str = "",
     dtype: Any = jnp.bfloat16,
     shardings: jax.sharding.Sharding | dict[str, Any] | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """The parameters of a layer, as `layer.init` lays them out, from a checkpoint's tensors.
 
@@ -78,6 +82,10 @@ def from_state_dict(
       dtype: dtype of the matrices. Norms, sinks and `ape` are float32.
       shardings: where parameters go, each part straight from the host to its device: a Sharding, or a dict of them
         as the parameters are laid out. None means the default device.
+      packed: whether matrices in e4m3 stay so, as a `PackedMatrix`: those that a layer takes, with scales for blocks of
+        128 that are powers of two up to 128, of groups of whole blocks, and where devices' parts are whole tiles. All
+        others, and those of a `LatentAttention`, are as without it. `shardings` are those of the matrices that they
+        stand for.
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
@@ -103,6 +111,7 @@ def from_state_dict(
         what = ("prefix", prefix, "a str") if isinstance(tensors, Mapping) else ("tensors", tensors, "a mapping")
         raise _check.error(TypeError, _OP, *what)
     dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
+    _check.flags(_OP, packed=packed)
     own = {name[len(prefix) :]: x for name, x in tensors.items() if isinstance(name, str) and name.startswith(prefix)}
     firsts = _firsts(layer)
     names = next((names for first, names in firsts.items() if first in own), None)
@@ -111,7 +120,8 @@ def from_state_dict(
         raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted + _prefixes(firsts, tensors))
     used: set[str] = set()
 
-    def tensor(name: str, shape: Sequence[int], leaf: str) -> np.ndarray:
+    def as_it_is(name: str, shape: Sequence[int], leaf: str) -> tuple[np.ndarray, np.ndarray | None]:
+        """A tensor's numbers, or codes and their scales."""
         wanted = f"floats{list(shape)} for {leaf}"
         if name not in own:
             raise _check.error(ValueError, _OP, prefix + name, "none", wanted)
@@ -131,18 +141,40 @@ def from_state_dict(
             if scales:
                 wanted = f"no {scales[0]}, which scales e4m3, or it in e4m3"
                 raise _check.error(ValueError, _OP, prefix + name, given, wanted)
-            return x
+            return x, None
         if not scales:
             raise _check.error(ValueError, _OP, prefix + name, given, f"{stem}{_SCALES[0]}, its scales, too")
         used.add(scales[0])
-        of = _to_numpy(prefix + scales[0], own[scales[0]], (*_PLAIN, "float8_e8m0fnu"), "scales")
-        return _scaled(prefix + name, x, of)
+        return x, _to_numpy(prefix + scales[0], own[scales[0]], (*_PLAIN, "float8_e8m0fnu"), "scales")
 
-    def read(path: Any, leaf_shape: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    def tensor(name: str, shape: Sequence[int], leaf: str) -> np.ndarray:
+        x, scales = as_it_is(name, shape, leaf)
+        return x if scales is None else _scaled(prefix + name, x, scales)
+
+    def placed(x: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+        if sharding is None:
+            return jnp.asarray(x)
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    def in_fp8(
+        name: str, shape: tuple[int, ...], leaf: str, sharding: jax.sharding.Sharding | None
+    ) -> PackedMatrix | None:
+        """A tensor as the packed matrix of a leaf, or None where it has to be unpacked."""
+        if not may_be_packed(leaf, shape, sharding):
+            return None
+        several, rows, columns = extents(leaf, shape)
+        codes, scales = as_it_is(name, (math.prod(several) * rows, columns), leaf)
+        w = None if scales is None else _packed(codes, scales, several, shape)
+        return None if w is None else dataclasses.replace(w, data=placed(w.data, sharding_of_data(leaf, sharding)))
+
+    def read(path: Any, leaf_shape: Any, sharding: jax.sharding.Sharding | None) -> jax.Array | PackedMatrix:
         leaf, shape = ".".join(p.key for p in path), leaf_shape.shape
         if leaf not in names:  # V4.1's, which has DeepSeek's names at Hugging Face too
             raise _check.error(ValueError, _OP, "tensors", f"no {leaf} under these names", prefix + _DEEPSEEK[leaf])
         parts = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
+        if packed and isinstance(layer, DSV4Attention) and (w := in_fp8(parts[0], shape, leaf, sharding)) is not None:
+            return w
         if isinstance(layer, LatentAttention):
             x = _latent_weights.value(layer, tensor, leaf, shape)
         elif leaf == "wo_a":  # [groups · rank, heads of a group · d]
@@ -157,15 +189,10 @@ def from_state_dict(
             if leaf.endswith("compressor.w") and _has_no_gate(layer, leaf):
                 parts = parts[:1]
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
-        last = leaf.rsplit(".")[-1]
-        x = x.reshape(shape).astype(jnp.float32 if last in IN_FLOAT32 else dtype)
-        if sharding is None:
-            return jnp.asarray(x)
-        try:
-            sharding.shard_shape(shape)
-        except ValueError as e:
-            raise _check.error(ValueError, _OP, f"shardings of {leaf}", str(sharding), f"one for {list(shape)}") from e
-        return jax.make_array_from_callback(shape, sharding, lambda at: x[at])
+        x = x.reshape(shape).astype(jnp.float32 if leaf.rpartition(".")[2] in IN_FLOAT32 else dtype)
+        if not divides(sharding, shape):
+            raise _check.error(ValueError, _OP, f"shardings of {leaf}", str(sharding), f"one for {list(shape)}")
+        return placed(x, sharding)
 
     of_layer = shapes(layer)
     where = shardings if isinstance(shardings, dict) else jax.tree.map(lambda _: shardings, of_layer)
@@ -267,6 +294,19 @@ def _to_numpy(name: str, x: Any, dtypes: Sequence[str], wanted: str) -> np.ndarr
     if hasattr(x, "detach"):  # torch's: NumPy does not know its 8 and 16 bits
         x = x.detach().float().cpu().numpy()
     return np.asarray(x).astype(np.float32)
+
+
+def _packed(
+    codes: np.ndarray, scales: np.ndarray, several: tuple[int, ...], shape: tuple[int, ...]
+) -> PackedMatrix | None:
+    """Codes `[several · rows, columns]` as a packed matrix of this shape, or None if it cannot have their scales."""
+    n, mantissa = math.prod(several), np.frexp(scales)[0]
+    are_kept = ((mantissa == 0.5) & (scales <= 2.0 ** (GREATEST_SCALE - 127))).all()
+    if not are_kept or scales.shape != tuple(-(-m // BLOCK) for m in codes.shape):
+        return None
+    codes = codes.astype(jnp.float8_e4m3fn)
+    codes, scales = (x.reshape(*several, len(x) // n, x.shape[1]) for x in (codes, scales))
+    return pack_matrix(jnp.asarray(codes), jnp.asarray(scales), shape)
 
 
 def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:

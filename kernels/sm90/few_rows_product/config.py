@@ -6,9 +6,12 @@ from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
 from kernels.lib.rows import ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
 
+from .weights import FORMATS, Format
+
 CONSUMERS = 2  # warpgroups
 CHUNK = 4  # float32 numbers that a thread moves at once
 PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
+PAD_OF_PACKED = 4  # the same, where a thread has two columns of every other row
 HEAD = 512  # numbers of a query head
 INDEX_D = WARP * CHUNK  # numbers of an indexer's query head
 
@@ -22,11 +25,23 @@ class Config:
     turns_back: bool  # whether x has heads, whose RoPE is turned back first
     indexes: bool = False  # whether columns are an indexer's query heads, one to a CTA, which get RoPE and Hadamard
     to_fp8: bool = False  # whether these are quantized
+    weights: str = ""  # how w is packed: a key of `FORMATS`; "" where it is a matrix in dtype
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.weights]
 
     @property
     def tile_n(self) -> int:
         """Columns of a CTA."""
-        return HEAD // 2 if self.norms else WARP * CHUNK
+        return HEAD // 2 if self.norms and not self.in_quarters else WARP * CHUNK
+
+    @property
+    def in_quarters(self) -> bool:
+        """True where four CTAs share a query head, not two: beside an operand a thread has too few registers for sums
+        of 128 rows of half of a head.
+        """
+        return self.norms and self.weights != "" and self.row_tiles > 1
 
     @property
     def cluster(self) -> int:
@@ -36,7 +51,9 @@ class Config:
     @property
     def ctas(self) -> int:
         """The number of CTAs that have registers on an SM. With two, clusters of 4 and 8 leave no SM idle."""
-        return 1 if self.norms or (self.turns_back and self.row_tiles > 1) else 2
+        if self.weights and self.cluster <= 2:
+            return 1
+        return 1 if self.norms or ((self.turns_back or self.weights) and self.row_tiles > 1) else 2
 
     @property
     def row_tiles(self) -> int:
@@ -49,22 +66,51 @@ class Config:
         return self.tile_n * self.row_tiles // CONSUMERS
 
     @property
+    def tiles(self) -> int:
+        """The number of tiles of 64 columns that a CTA has: of a packed matrix, whose columns are a product's rows."""
+        return self.tile_n // ROWS_OF_WARPGROUP
+
+    @property
+    def units(self) -> int:
+        """Tiles of a packed matrix that a consumer multiplies in turn."""
+        return self.tiles // CONSUMERS
+
+    @property
+    def slabs(self) -> int:
+        """The number of slabs, of 64 of k, that a stage has. A consumer of a packed matrix has two products a stage: it
+        decodes for the second one under the first one."""
+        return 2 // self.units if self.weights else 1
+
+    @property
     def threads(self) -> int:
         return CONSUMERS * WARPGROUP + WARP
 
     @property
+    def tile_bytes(self) -> int:
+        """The bytes of a tile of a packed matrix in a stage."""
+        return self.slabs * self.format.slab_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        if self.weights:
+            return self.tiles * self.tile_bytes
+        return self.tile_n * SLAB * element_type(self.dtype).width // 8
+
+    @property
     def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * SLAB * element_type(self.dtype).width // 8
+        return self.tile_m * self.slabs * SLAB * element_type(self.dtype).width // 8 + self.weight_bytes
 
     @property
     def pitch(self) -> int:
         """float32 numbers from one row of sums to the next."""
-        return self.tile_n + PAD
+        return self.tile_n + (PAD_OF_PACKED if self.weights else PAD)
 
     @property
     def stages(self) -> int:
-        """Some 100 KB, which keep HBM busy. What a step does beside the product finds room in the rest."""
-        return max(3, (SMEM_LIMIT // 2 - 2048) // self.stage_bytes)
+        """Some 100 KB, which keep HBM busy. What a step does beside the product finds room in the rest. Half of a stage
+        of a packed matrix is x, so there are more where an SM has one CTA."""
+        room = SMEM_LIMIT * 3 // 4 if self.weights and self.ctas == 1 else SMEM_LIMIT // 2 - 2048
+        return max(3, room // self.stage_bytes)
 
     @property
     def smem_bytes(self) -> int:

@@ -7,6 +7,12 @@ A warp loads, and two warpgroups multiply 64 x columns, each half of the columns
     consumer WG 1        columns of the second half    product | product | ...
     then             partial sums into SMEM; the cluster meets; a CTA finishes some of the rows, a warp a row
 
+Where w is packed, the operands are swapped: 64 columns of w, decoded in registers, are a product's rows, and rows of x
+its columns. A consumer has half of the columns, and leaves the same sums.
+
+    producer warp    x0 w0 | x1 w1 | x2 w2 | ...       bulk copies of codes and scales; x as before
+    consumer         decode | product | decode the next, under that product | ...
+
 Where the rows are heads, consumers turn their last 64 numbers back in SMEM, a tile of k in eight, before they multiply.
 
 The CTAs of a cluster share k: each has a part of it, and a row is the sum of the parts, in their order, which a warp
@@ -28,23 +34,26 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import FewRowsProduct
 from kernels.aot import Compiled
+from kernels.lib.columns import by_column
 from kernels.lib.fp8_rows import quantized, write_words
 from kernels.lib.hadamard import hadamard, rounded
 from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
 from kernels.lib.pipeline import Ring
-from kernels.lib.ptx import load_four_of, round_pair, store_shared_two
+from kernels.lib.ptx import copy_bulk_once, load_four_of, round_pair, store_shared_two
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, load, row_of, store
 from kernels.lib.softmax import by_row
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.turned import CHUNK as TURNED_AT_ONCE
 from kernels.lib.turned import MINE, QUAD, chunk_of, turn_chunk, turned
 from kernels.lib.wgmma import (
+    K_MAJOR,
     MN_MAJOR,
     SLAB,
     accumulator,
     multiply,
     operand_a,
     operand_b,
+    register_operand,
     tiled_mma,
     tma_atom,
     tma_tiles,
@@ -55,6 +64,7 @@ from kernels.packings import ROPE
 from .config import CHUNK, CONSUMERS, HEAD, INDEX_D, Config
 
 CONSUMED, TURNED = 1, 2  # named barriers of all consumers
+REGISTERS = warpgroup.OperandSource.RMEM
 
 
 class Extents(NamedTuple):
@@ -100,7 +110,7 @@ class FewRowsProductSm90(Kernel):
     def __call__(
         self,
         x: cute.Pointer,  # [rows, groups, k]
-        w: cute.Pointer,  # [groups, k, n]
+        w: cute.Pointer,  # [groups, k, n], or packed, bytes [groups, tiles of n, slabs of k, slab_bytes]
         y: cute.Pointer,  # [rows, groups, n]
         table: cute.Pointer,  # float32 [rows, ROPE]: cos and sin by turns, of each row; read where heads are turned
         eps: Float32,
@@ -123,10 +133,9 @@ class FewRowsProductSm90(Kernel):
         c, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
         of_x = cute.make_layout((rows, k, groups), stride=(Int64(k) * groups, 1, k))
         of_w = cute.make_layout((k, n, groups), stride=(n, 1, Int64(k) * n))
-        maps = (
-            tma_atom(load, cute.make_tensor(x, of_x), c.tile_m, SLAB),
-            tma_atom(load, cute.make_tensor(w, of_w), SLAB, c.tile_n),
-        )
+        maps = (tma_atom(load, cute.make_tensor(x, of_x), c.tile_m, SLAB), w)
+        if cutlass.const_expr(not c.weights):
+            maps = (maps[0], tma_atom(load, cute.make_tensor(w, of_w), SLAB, c.tile_n))
         tiles = ceil_div(rows, Int32(c.tile_m)) * ceil_div(n, Int32(c.tile_n)) * groups
         ctas = tiles if cutlass.const_expr(c.norms) else tiles * c.cluster
         how = (table,) if cutlass.const_expr(c.turns_back) else LowRank(gain, low, squares, low_columns)
@@ -141,7 +150,11 @@ class FewRowsProductSm90(Kernel):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = TileAllocator(self.dtype)
-        x, w = smem.tile(c.tile_m, SLAB, c.stages), smem.tile(SLAB, c.tile_n, c.stages)
+        x = smem.tile(c.tile_m, SLAB, c.stages * c.slabs)
+        if cutlass.const_expr(c.weights):
+            w = smem.allocate_array(Uint32, c.stages * c.weight_bytes // 4).align(128).toint()
+        else:
+            w = smem.tile(SLAB, c.tile_n, c.stages)
         ring = Ring(*(smem.allocate_array(Int64, c.stages) for _ in range(2)), c.stages)
         if warp == 0:
             with cute.arch.elect_one():
@@ -150,7 +163,7 @@ class FewRowsProductSm90(Kernel):
         cute.arch.sync_threads()
 
         rank, unit = cute.arch.block_idx()[0] % c.cluster, cute.arch.block_idx()[0] // c.cluster
-        k_tiles, column_tiles = ceil_div(n.k, Int32(SLAB)), ceil_div(n.n, Int32(c.tile_n))
+        k_tiles, column_tiles = ceil_div(n.k, Int32(c.slabs * SLAB)), ceil_div(n.n, Int32(c.tile_n))
         first, last = k_tiles * rank // c.cluster, k_tiles * (rank + 1) // c.cluster
         if cutlass.const_expr(c.norms):
             column_tiles, first, last = column_tiles // c.cluster, Int32(0), k_tiles
@@ -162,9 +175,11 @@ class FewRowsProductSm90(Kernel):
             tile = column_tile * c.cluster + rank
         partial = x.iterator.toint()
         if warp < 4 * CONSUMERS:
-            self.consume(ring, x, w, partial, first, last, how, row_tile * c.tile_m, n.rows)
+            consume = self.consume_packed if cutlass.const_expr(c.weights) else self.consume
+            consume(ring, x, w, partial, first, last, how, row_tile * c.tile_m, n.rows)
         else:
-            self.produce(ring, x, w, maps, (row_tile, tile, group), first, last)
+            produce = self.produce_packed if cutlass.const_expr(c.weights) else self.produce
+            produce(ring, x, w, maps, (row_tile, tile, group), first, last, n)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp < 4 * CONSUMERS:
@@ -179,7 +194,17 @@ class FewRowsProductSm90(Kernel):
         cute.arch.cluster_wait()  # nobody leaves while others read its sums
 
     @cute.jit
-    def produce(self, ring: Ring, x: cute.Tensor, w: cute.Tensor, maps: tuple, tile: tuple, first: Int32, last: Int32):
+    def produce(
+        self,
+        ring: Ring,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        maps: tuple,
+        tile: tuple,
+        first: Int32,
+        last: Int32,
+        n: Extents,
+    ):
         """One warp loads the tiles of k from first to last."""
         c = self.config
         (tma_x, mX), (tma_w, mW) = maps
@@ -193,6 +218,40 @@ class FewRowsProductSm90(Kernel):
                 state.expect_full(c.stage_bytes)
             cute.copy(tma_w, gW[None, t], sW[None, state.index], tma_bar_ptr=state.full)
             cute.copy(tma_x, gX[None, t], sX[None, state.index], tma_bar_ptr=state.full)
+
+    @cute.jit
+    def produce_packed(
+        self,
+        ring: Ring,
+        x: cute.Tensor,
+        of_w: Int32,
+        maps: tuple,
+        tile: tuple,
+        first: Int32,
+        last: Int32,
+        n: Extents,
+    ):
+        """`produce` where w is packed: n in whole tiles of 128, and k in whole pairs of slabs."""
+        c, form = self.config, self.config.format
+        (tma_x, mX), w = maps
+        row_tile, column_tile, group = tile
+        gX, sX = tma_tiles(tma_x, cute.local_tile(mX[None, None, group], (c.tile_m, SLAB), (row_tile, None)), x)
+        slabs, tiles = ceil_div(n.k, Int32(2 * SLAB)) * 2, ceil_div(n.n, Int32(2 * SLAB)) * 2
+        codes = w.toint() + (Int64(group) * tiles + column_tile * c.tiles) * slabs * form.slab_bytes
+        for t in cutlass.range(first, last, unroll=1):
+            state = ring.at(t - first)
+            state.wait_empty()
+            with cute.arch.elect_one():
+                state.expect_full(c.stage_bytes)
+                for i in cutlass.range_constexpr(c.tiles):
+                    copy_bulk_once(
+                        of_w + (state.index * c.tiles + i) * c.tile_bytes,
+                        codes + (Int64(i * slabs) + t * c.slabs) * form.slab_bytes,
+                        c.tile_bytes,
+                        state.full,
+                    )
+            for i in cutlass.range_constexpr(c.slabs):
+                cute.copy(tma_x, gX[None, t * c.slabs + i], sX[None, state.index * c.slabs + i], tma_bar_ptr=state.full)
 
     @cute.jit
     def consume(
@@ -238,6 +297,57 @@ class FewRowsProductSm90(Kernel):
             place = partial + (row * c.pitch + part * c.mma_n + thread % 4 * 2) * 4
             for j in cutlass.range_constexpr(c.mma_n // 8):
                 store_shared_two(place, j * 8 * 4, sums[r, 2 * j], sums[r, 2 * j + 1])
+
+    @cute.jit
+    def consume_packed(
+        self,
+        ring: Ring,
+        x: cute.Tensor,
+        w: Int32,
+        partial: Int32,
+        first: Int32,
+        last: Int32,
+        how: tuple,
+        row0: Int32,
+        rows: Int32,
+    ):
+        """`consume` where w is packed: a warpgroup has half of the columns of all rows.
+
+        An operand is decoded under the product before it. ptxas lets no product run on into the next iteration of a
+        loop in which registers of another one are defined: there the other warpgroup fills in.
+        """
+        c, form = self.config, self.config.format
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        mma, thread = tiled_mma(self.dtype, c.tile_m, K_MAJOR, REGISTERS), cute.arch.thread_idx()[0] % WARPGROUP
+        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(c.slabs * c.units)]
+        b = operand_b(mma, cute.local_tile(x, (c.tile_m, SLAB), (0, 0, None)))
+        acc = [accumulator(mma, c.tile_m) for _ in range(c.units)]
+        rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
+        if cutlass.const_expr(c.turns_back):
+            read_rotations(how[0], rotations, row0, rows)
+        for t in cutlass.range(last - first, unroll=1):
+            state = ring.at(t)
+            state.wait_full()
+            if cutlass.const_expr(c.turns_back):  # noqa: SIM102, at compile time
+                if (first + t + 1) * c.slabs % (HEAD // SLAB) == 0:
+                    self.turn_back(x, (state.index + 1) * c.slabs - 1, rotations)
+            stage = w + (state.index * c.tiles + group * c.units) * c.tile_bytes
+            for j in cutlass.range_constexpr(c.slabs * c.units):
+                slab, unit = j // c.units, j % c.units
+                loaded = form.load(stage + (unit * c.tile_bytes + slab * form.slab_bytes), thread)
+                form.decode(operands[j], loaded)
+                of_slab = b[None, None, None, state.index * c.slabs + slab]
+                multiply(mma, acc[unit], operands[j], of_slab, fresh=t == 0 if cutlass.const_expr(slab == 0) else False)
+            warpgroup.wait_group(0)
+            with cute.arch.elect_one():
+                state.arrive_empty()
+        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # all stages have been read
+        for unit in cutlass.range_constexpr(c.units):
+            sums = by_column(acc[unit])
+            column = (group * c.units + unit) * ROWS_OF_WARPGROUP + thread // WARP * 16 + thread % WARP // 4 * ROWS
+            place = partial + (thread % 4 * 2 * c.pitch + column) * 4
+            for i in cutlass.range_constexpr(cute.size(sums, mode=[0])):
+                store_shared_two(place, (i // 2 * 8 + i % 2) * c.pitch * 4, sums[i, 0], sums[i, 1])
 
     @cute.jit
     def turn_back(self, x: cute.Tensor, stage: Int32, rotations: cute.Tensor):
@@ -371,7 +481,10 @@ class FewRowsProductSm90(Kernel):
     def examples(self, variant: FewRowsProduct) -> tuple:
         result = "float32" if variant.to_float32 else "bytes" if variant.to_fp8 else variant.dtype
         x, w, y, table, gain, low, squares, given, weights = pointers(
-            variant.dtype, "x", "w", result, "float32", "float32", "x", *["float32"] * 3
+            *(variant.dtype, "x", "bytes" if variant.weights else "w", result, "float32"),
+            "float32",
+            "x",
+            *["float32"] * 3,
         )
         number = Float32(1e-6)
         return (
@@ -457,6 +570,6 @@ def put(target: cute.Pointer, values: list) -> None:
 def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:
     tile_m = ROWS_OF_WARPGROUP if variant.max_rows <= ROWS_OF_WARPGROUP else CONSUMERS * ROWS_OF_WARPGROUP
     makes = {"norms": variant.norms, "turns_back": variant.turns_back}
-    makes |= {"indexes": variant.indexes, "to_fp8": variant.to_fp8}
+    makes |= {"indexes": variant.indexes, "to_fp8": variant.to_fp8, "weights": variant.weights}
     config = Config(variant.dtype, variant.parts, tile_m, **makes)
     return FewRowsProductSm90(config).compile(variant, out_dir, ctas=config.ctas, cluster=config.cluster)

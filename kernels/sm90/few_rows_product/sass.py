@@ -8,4 +8,4 @@ from ...sass import Products
 
 
 def products(variant: FewRowsProduct, facts: Mapping[str, Any]) -> Products:
-    return {"HGMMA": 4}  # 64 of k at a time
+    return {"HGMMA": 8 if variant.weights else 4}  # two products, or one, of 64 of k a stage
