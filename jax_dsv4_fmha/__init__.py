@@ -19,6 +19,7 @@ from ._ops.hyper_connection import HyperConnection, hyper_connection
 from ._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
 from ._ops.indexer_training import indexer_loss, indexer_scores
 from ._ops.merge import merge
+from ._ops.mla_decode import mla_decode
 from ._ops.probabilities import head_summed_probabilities
 from ._ops.sparse import sparse_fmha
 
@@ -47,6 +48,7 @@ __all__ = [
     "indexer_scores",
     "lightning_indexer",
     "merge",
+    "mla_decode",
     "pack_experts",
     "pack_matrix",
     "quantize_cache",

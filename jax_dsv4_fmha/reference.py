@@ -45,6 +45,7 @@ __all__ = [
     "indexer_scores",
     "lightning_indexer",
     "merge",
+    "mla_decode",
     "sparse_fmha",
 ]
 
@@ -327,6 +328,34 @@ def dsv4_decode(
         parts.append(over(held[1], seen, ring=indices is None))
     o, lse = merge(parts, sink)
     return o[..., :d].astype(q.dtype), lse
+
+
+@functools.partial(jax.jit, static_argnames=("d_v", "scale"))
+def mla_decode(
+    q: jax.Array,
+    cache: Cache,
+    lengths: Any,
+    indices: jax.Array | None = None,
+    *,
+    d_v: int | None = None,
+    sink: jax.Array | None = None,
+    q_offset: Any = None,
+    scale: float | None = None,
+) -> Attention:
+    """Attention over what one cache holds, after dequantisation; see `jax_dsv4_fmha.mla_decode`."""
+    b, s_q, _, _ = q.shape
+    lengths = jnp.maximum(jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), b), 0)[:, None]
+    first = lengths - s_q if q_offset is None else jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), b)[:, None]
+    position = (first + jnp.arange(s_q, dtype=jnp.int32)[None])[..., None]
+    entries, held = _entries(cache)
+    if indices is None:
+        indices = jnp.arange(held.shape[1], dtype=jnp.int32)[None, None]
+    there = (indices >= 0) & (indices <= position) & (indices < held.shape[1])
+    there &= (position >= 0) & (position < lengths[..., None])
+    indices = jnp.broadcast_to(indices, there.shape)
+    there &= jax.vmap(lambda held, at: held[at])(held, jnp.where(there, indices, 0))
+    o, lse = sparse_fmha(q, entries, jnp.where(there, indices, -1), d_v=d_v, sink=sink, scale=scale)
+    return o, lse
 
 
 def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:

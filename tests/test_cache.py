@@ -23,7 +23,7 @@ CACHES = {
     "contiguous": lambda *args, **kwargs: zeros(2, 9, *args, **kwargs),
     "paged": lambda *args, **kwargs: zeros(7, 3, *args, **kwargs, block_table=jnp.array(TABLE)),
 }
-KEPT = [("contiguous", "v4_fp8"), *(("paged", name) for name, layout in LAYOUTS.items() if layout.d == 512)]
+KEPT = [("contiguous", "v4_fp8"), *(("paged", name) for name, layout in LAYOUTS.items() if layout.d in (512, 576))]
 KEPT += [(kind, dtype) for kind in CACHES for dtype in (jnp.bfloat16, jnp.float32)]
 """Caches, and how their entries are kept: a dtype, or a layout."""
 
@@ -47,7 +47,7 @@ def test_append(kind, kept):
     last, model = np.array([0, 4]), contents(cache).copy()
     for step in range(12):
         n = step % 3 + 1
-        new = normal(step, 2, n, 512, dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_packed else kept)
+        new = normal(step, 2, n, model.shape[-1], dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_packed else kept)
         positions = last[:, None] + np.arange(n)
         cache = append(cache, new, jnp.asarray(positions, jnp.int32))
         model[np.arange(2)[:, None], positions % 9] = as_held(new)
@@ -70,15 +70,16 @@ def test_append_leaves_out():
 def test_take(kind, kept):
     """What was appended comes back, around a ring of 9; an entry that does not exist reads as 0."""
     cache = CACHES[kind](kept)
-    new = normal(0, 2, 11, 512, dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_packed else kept)
+    d = cache.take().shape[-1]
+    new = normal(0, 2, 11, d, dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_packed else kept)
     positions = jnp.arange(11, dtype=jnp.int32) + jnp.array([[0], [4]], jnp.int32)
     cache = jax.jit(Cache.append)(cache, new, positions)
     got = jax.jit(Cache.take)(cache, jnp.array([[10, 2, -1, 7], [14, 6, -9, 6]], jnp.int32))
     held = dequantize_cache(quantize_cache(new, kept), kept) if cache.is_packed else new
     assert got.dtype == held.dtype
     np.testing.assert_array_equal(jax.jit(Cache.as_held)(cache, new), held)
-    np.testing.assert_array_equal(got[0], jnp.stack([held[0, 10], held[0, 2], jnp.zeros(512, held.dtype), held[0, 7]]))
-    np.testing.assert_array_equal(got[1], jnp.stack([held[1, 10], held[1, 2], jnp.zeros(512, held.dtype), held[1, 2]]))
+    np.testing.assert_array_equal(got[0], jnp.stack([held[0, 10], held[0, 2], jnp.zeros(d, held.dtype), held[0, 7]]))
+    np.testing.assert_array_equal(got[1], jnp.stack([held[1, 10], held[1, 2], jnp.zeros(d, held.dtype), held[1, 2]]))
     np.testing.assert_array_equal(jax.jit(Cache.take)(cache), contents(cache))
     with pytest.raises(ValueError, match=r"Cache.take: positions: got int32\[3, 1\], wanted int32\[b=2, n\]"):
         cache.take(jnp.zeros((3, 1), jnp.int32))
@@ -94,7 +95,9 @@ def test_append_is_in_place(kind, kept):
         cache = zeros(3 * b, 3, kept, jnp.arange(3 * b, dtype=jnp.int32).reshape(b, 3))
     append = jax.jit(Cache.append, donate_argnums=0)
     compiled = append.lower(
-        cache, jnp.zeros((b, 1, 512), jnp.bfloat16 if cache.is_packed else kept), jnp.zeros((b, 1), jnp.int32)
+        cache,
+        jnp.zeros((b, 1, cache.take().shape[-1]), jnp.bfloat16 if cache.is_packed else kept),
+        jnp.zeros((b, 1), jnp.int32),
     ).compile()
     memory, size = compiled.memory_analysis(), cache.entries.nbytes
     assert memory.alias_size_in_bytes >= size

@@ -186,6 +186,112 @@ def test_heads_over_devices(name):
     assert not any(any(spec) for spec in jax.tree.leaves(layer.partition()))
 
 
+# ---- caches in FP8
+
+WIDE = {"hidden": 64, "heads": 4, "q_rank": 32, "nope": 16, "v": 16}
+INDEXER = Indexer(64, 32, heads=32, d=128, topk=40, latent=64, layer_norm=True)
+PACKED = {
+    "dense": LatentAttention(**WIDE),
+    "sparse": LatentAttention(**WIDE, sparse=True, indexer=INDEXER, sinks=True, gated=True),
+    "pooled": LatentAttention(**WIDE, rope=None, sparse=True, indexer=dataclasses.replace(INDEXER, pool=4)),
+}
+FP8 = jnp.float8_e4m3fn
+
+
+def of_packed(name, topk=None):
+    layer = PACKED[name]
+    if topk:
+        layer = dataclasses.replace(layer, indexer=dataclasses.replace(layer.indexer, topk=topk))
+    params = layer.init(jax.random.key(0), jnp.bfloat16)
+    return layer, jax.tree.map(lambda x: x + 0.1 * normal(x.size, *x.shape).astype(x.dtype), params)
+
+
+def generated(layer, params, x, cache, prompt=8, **how):
+    """y and the indices of a prompt and of 20 steps."""
+    lengths = jnp.array([prompt, prompt - 3])
+    call, step = (jax.jit(functools.partial(f, **how), donate_argnums=2) for f in (layer, layer.step))
+    outs = [call(params, x[:, :prompt], cache, lengths=lengths)]
+    for _ in range(20):
+        new, lengths = x[jnp.arange(2), lengths][:, None], lengths + 1
+        outs.append(step(params, new, outs[-1].cache, lengths=lengths))
+    return jnp.concatenate([out.y for out in outs], 1), [out.indices for out in outs], outs[-1].cache
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_steps_over_packed_caches_are_near_those_of_bfloat16(name, paged):
+    """A chunk of a prompt and 20 steps of ragged sequences, who see all tokens, chosen or not."""
+    layer, params = of_packed(name)
+    x = normal(5, 2, 40, 64, dtype=jnp.bfloat16)
+    pages = {"block_table": jnp.array([[3, 0], [1, 2]])} if paged else {}
+    length = 256 if paged else 40
+    want, _, _ = generated(layer, params, x, layer.cache(2, length, **pages))
+    cache = layer.cache(2, length, FP8, **pages)
+    window = "v41_fp8" if layer.rope is None else "v32_fp8"
+    keys = {} if layer.indexer is None else {"keys": "index_fp8"}
+    layouts = {k: x.layout for k, x in cache._asdict().items() if x is not None and x.is_packed}
+    assert layouts == {"window": window, **keys}
+    got, indices, cache = generated(layer, params, x, cache)
+    difference = np.linalg.norm(np.asarray(got - want, np.float64)) / np.linalg.norm(np.asarray(want, np.float64))
+    assert 1e-4 < difference < 0.06
+    if layer.indexer is not None:
+        assert [len({*row} - {-1}) for row in indices[-1][:, 0].tolist()] == [28, 25]  # all tokens are chosen
+    assert cache.window.is_packed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_steps_by_kernels_are_those_of_the_reference(name, paged, dtype):
+    layer, params = of_packed(name)
+    x = normal(5, 2, 40, 64, dtype=jnp.bfloat16)
+    pages = {"block_table": jnp.array([[3, 0], [1, 2]])} if paged else {}
+    (got, *_), (want, *_) = (
+        generated(layer, params, x, layer.cache(2, 256 if paged else 40, dtype, **pages), implementation=how)
+        for how in (None, "reference")
+    )
+    got, want = (np.asarray(y, np.float64) for y in (got, want))
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("name", ["sparse", "pooled"])
+def test_choices_by_keys_in_fp8_are_near_those_by_bfloat16(name):
+    layer, params = of_packed(name, topk=12)
+    x = normal(5, 2, 40, 64, dtype=jnp.bfloat16)
+    caches = [layer.cache(2, 40, keys=keys) for keys in (None, FP8)]
+    assert not caches[0].keys.is_packed and caches[1].keys.layout == "index_fp8" and not caches[1].window.is_packed
+    (_, want, _), (_, got, _) = (generated(layer, params, x, cache) for cache in caches)
+    common = [
+        len({*a} & {*b}) / len({*b}) for a, b in zip(got[-1][:, 0].tolist(), want[-1][:, 0].tolist(), strict=True)
+    ]
+    assert min(common) > 0.6 and layer.cache(2, 40, FP8, keys=jnp.bfloat16).keys.entries.dtype == jnp.bfloat16
+
+
+def test_index_keys_in_pages_that_no_kernel_takes_stay_in_bfloat16(caplog):
+    table = jnp.array([[0, 1], [2, 3]])
+    assert PACKED["sparse"].cache(2, 80, FP8, block_table=table).keys.entries.dtype == jnp.bfloat16
+    assert "LatentAttention.cache: index keys stay in bfloat16 in pages of 40 entries" in caplog.text
+    assert PACKED["sparse"].cache(2, 80, FP8, keys=FP8, block_table=table).keys.is_packed
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_a_step_over_packed_pages_runs_on_kernels(name, monkeypatch):
+    jax.clear_caches()
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    layer, params = of_packed(name)
+    cache = layer.cache(2, 128, FP8, block_table=jnp.array([[3, 0], [1, 2]]))
+    x = jnp.zeros((2, 1, 64), jnp.bfloat16)
+    found = explain(functools.partial(layer.step, lengths=9), params, x, cache)
+    chooses = {"lightning_indexer": "kernel"} if name == "sparse" else {}
+    assert {d.op: d.implementation for d in found if d.op != "rope"} == {"mla_decode": "kernel", **chooses}
+    assert any("v32_fp8 caches" in d.reason for d in found)
+    jax.clear_caches()
+
+
 def test_bfloat16():
     layer = LatentAttention(hidden=64, heads=2, q_rank=32, nope=16, v=16)
     params = jax.tree.map(lambda x: x, layer.init(jax.random.key(0), jnp.bfloat16))
@@ -380,7 +486,14 @@ ERRORS = [
     (lambda: DENSE(params_of("dense"), X, indices=jnp.zeros((2, S, 1), jnp.int32)), ValueError,
      "indices: got .*, wanted None in a layer that sees all keys"),
     (lambda: dataclasses.replace(SPARSE, indexer=None)(OWN, X), TypeError, "shared.indices: got None, wanted int32"),
-    (lambda: SPARSE.cache(2, 16, jnp.float8_e4m3fn), ValueError, "dtype: got float8_e4m3fn, wanted"),
+    (lambda: SPARSE.cache(2, 16, FP8), ValueError,
+     "dtype: got float8_e4m3fn for latents of 24 and 8 for RoPE, wanted it for 512 and 64, or 512 alone"),
+    (lambda: SPARSE.cache(2, 16, jnp.int8), ValueError, "dtype: got int8, wanted bfloat16 or .* or float8_e4m3fn"),
+    (lambda: SPARSE.cache(2, 16, keys=FP8), ValueError, "keys: got float8_e4m3fn, wanted an indexer with d=128 for it"),
+    (lambda: SPARSE.cache(2, 16, keys=jnp.float32), ValueError, "keys: got float32, wanted None, bfloat16 or float8"),
+    (lambda: PACKED["dense"].step(of_packed("dense")[1], jnp.ones((2, 1, 64)), PACKED["dense"].cache(2, 16, FP8),
+                                  lengths=1),
+     ValueError, r"x: got float32\[2, 1, 64\], wanted bfloat16, with a packed cache.window"),
     (lambda: SPARSE.cache(2, 16, pages=4), ValueError, "pages: got 4, wanted None without a block_table"),
     (lambda: SPARSE.cache(2, 16, block_table=np.full((2, 2), 4, np.int32)), ValueError, "block_table: got page 4"),
 ]  # fmt: skip

@@ -1,20 +1,22 @@
-"""The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/layouts.md draws each layout.
-Also the caches of an indexer's keys, with 128 values an entry.
+"""The packed caches of DeepSeek's models: 512 or 576 values an entry, in pages of bytes; docs/layouts.md draws each
+layout. Also the caches of an indexer's keys, with 128 values an entry.
 
 layout    an entry has                                        scales                   bytes, in a page of n entries
 v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; one 0   n × 576, then n × 8, then padding
 v4_fp4    448 e2m1 in pairs as below; 64 bfloat16 at the end  14 ue8m0, for 32; two 0  n × 368
 v41_fp8   512 e4m3                                            16 ue8m0, for 32         n × 528
 v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
+v32_fp8   512 e4m3; 64 bfloat16 at the end (RoPE's)           4 float32, for 128       n × 656
 index_fp8 128 e4m3                                            1 float32                n × 128, then n × 4
 index_fp4 128 e2m1, in pairs as above                         4 ue8m0, for 32          n × 64, then n × 4
 
 ue8m0   2^ceil(log2(amax / 448)), or of e2m1 amax / 6, as its biased exponent, and not below the layout's minimum; of
         e2m1 not above 2^121
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
-float32 max(amax, 1e-4) times 1 / 448, which is rounded first
+float32 amax times 1 / 448, which is rounded first; amax is 1e-4 at least in index_fp8, 2^-100 in v32_fp8
 
-A value is its code times its scale, which bfloat16 holds exactly; in index_fp8 it is rounded to float32.
+A value is its code times its scale, which bfloat16 holds exactly. With a scale in float32 it is rounded: in index_fp8
+to float32, in v32_fp8 to float32 and then to bfloat16.
 """
 
 import dataclasses
@@ -37,6 +39,7 @@ _E4M3_LEAST = 2.0**-9
 _BIAS, _NAN, _LEAST_EXPONENT = 127, 255, -126  # of ue8m0; below 2^-126 float32 is not normal
 _GREATEST_EXPONENT = 121  # of e2m1's scales: kernels multiply 192 by half a scale in bfloat16
 _INDEX_LEAST = 1e-4  # the least amax, which scales a row of zeros
+_MOST = float(jnp.finfo(jnp.bfloat16).max)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
 
@@ -194,12 +197,12 @@ def _times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
     return jnp.where(scales == _NAN, jnp.nan, jnp.ldexp(values, scales - _BIAS))
 
 
-def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) times 1 / 448. They have no
+def quantize_rows(x: jax.Array, least: float = _INDEX_LEAST) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, least) times 1 / 448. They have no
     gradient, as the choice that is made by them.
     """
     x = lax.stop_gradient(_as_rounded(x))
-    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) * (1 / _E4M3_MAX)  # as XLA divides by a constant
+    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), least) * (1 / _E4M3_MAX)  # as XLA divides by a constant
     codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
     return codes.astype(jnp.float8_e4m3fn), scale
 
@@ -211,21 +214,35 @@ def layout_of_keys(dtype: Any) -> str:
 
 def index_keys(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reads "index_fp8", uint8 `[…, 128]` and `[…, 4]`: float8_e4m3fn codes and float32 `[…]` scales."""
-    word = functools.reduce(jnp.bitwise_or, (scales[..., i].astype(jnp.uint32) << 8 * i for i in range(4)))
-    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(word, jnp.float32)
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), _float32_of(scales)
 
 
-def _encode_index(values: jax.Array) -> Parts:
-    """The codes of one group, with a float32 scale."""
-    codes, scale = quantize_rows(values)
+def _float32_of(x: jax.Array) -> jax.Array:
+    """float32 `[…]` of its bytes `[…, 4]`."""
+    word = functools.reduce(jnp.bitwise_or, (x[..., i].astype(jnp.uint32) << 8 * i for i in range(4)))
+    return lax.bitcast_convert_type(word, jnp.float32)
+
+
+def _encode_index(values: jax.Array, least: float = _INDEX_LEAST) -> Parts:
+    """e4m3 codes with float32 scales."""
+    codes, scale = quantize_rows(values, least)
     codes = lax.optimization_barrier(lax.bitcast_convert_type(codes, jnp.uint8))  # or XLA may undo the rounding
-    word = lax.bitcast_convert_type(scale[..., 0], jnp.uint32)
-    return codes, jnp.stack([(word >> 8 * i & 255).astype(jnp.uint8) for i in range(4)], -1)
+    word = lax.bitcast_convert_type(scale, jnp.uint32)
+    scales = jnp.stack([(word >> 8 * i & 255).astype(jnp.uint8) for i in range(4)], -1)
+    return codes, scales.reshape(*scale.shape[:-1], 4 * scale.shape[-1])
+
+
+def _encode_v32(values: jax.Array) -> Parts:
+    """The same, of numbers that bfloat16 has; one that is not finite makes its group NaN."""
+    finite = jnp.isfinite(values).all(-1, keepdims=True)
+    values = jnp.where(finite, jnp.clip(values, -_MOST, _MOST), jnp.nan)
+    return _encode_index(values, 2.0**-100)
 
 
 def _decode_index(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    values, scale = index_keys(codes, scales)
-    return values.astype(jnp.float32) * scale[..., None]
+    scales = _float32_of(scales.reshape(*scales.shape[:-1], scales.shape[-1] // 4, 4))
+    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    return values.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1]) * scales[..., None]
 
 
 def _encode_e2m1(values: jax.Array, sixth: Callable[[jax.Array], Parts], nan: int) -> Parts:
@@ -286,11 +303,13 @@ _MXFP4 = (
     functools.partial(_encode_e2m1, sixth=_sixth_in_ue8m0, nan=_NAN),
     functools.partial(_decode_e2m1, times=_times_ue8m0),
 )
+_SCALES_FIRST = ("codes", "scales", "padding", "plain")
 LAYOUTS = {
     "v4_fp8": Layout(D, 448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
-    "v4_fp4": Layout(D, 448, 4, 32, (368,), 1, *_MXFP4, order=("codes", "scales", "padding", "plain")),
+    "v4_fp4": Layout(D, 448, 4, 32, (368,), 1, *_MXFP4, order=_SCALES_FIRST),
     "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
     "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, *_NVFP4),
+    "v32_fp8": Layout(D + 64, D, 8, 128, (656,), 1, _encode_v32, _decode_index, 4, order=_SCALES_FIRST),
     "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
     "index_fp4": Layout(128, 128, 4, 32, (64, 4), 1, *_MXFP4),
 }
@@ -332,10 +351,12 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     """Pages of packed entries.
 
     Args:
-      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, of index keys 128. A page has n entries.
+      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, in "v32_fp8" 576, of index keys 128. A page has n
+        entries.
       layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16; "v4_fp4", its MXFP4
-        form in SGLang: 368 bytes. "v41_fp8" and "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8" and
-        "index_fp4", for the lightning indexer's keys: 132 and 68 bytes.
+        form in SGLang: 368 bytes. "v41_fp8" and "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "v32_fp8",
+        DeepSeek-V3.2's: 656 bytes, with the last 64 of 576 dimensions in bfloat16. "index_fp8" and "index_fp4", for the
+        lightning indexer's keys: 132 and 68 bytes.
 
     Returns:
       uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes all of them NaN.
@@ -366,9 +387,9 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
 
 def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
-    """Unpacks pages, uint8 `[…, page_bytes]`, into bfloat16 entries `[…, n, 512]`, exactly; it does not read padding.
+    """Unpacks pages, uint8 `[…, page_bytes]`, into bfloat16 entries `[…, n, d]`, exactly; it does not read padding.
 
-    "index_fp8" gives float32 `[…, n, 128]`, rounded.
+    "v32_fp8" rounds to bfloat16, and "index_fp8" gives float32, rounded.
 
     Args:
       layout: as in `quantize_cache`.

@@ -119,7 +119,7 @@ class SelectionSource:
       axis: the caller's name of s.
       layout: the layout of packed keys.
       is_counted: whether indices count through the keys of all batch entries, as those of `flat` do.
-      d_v: as in `SpanSource`, of keys that are not packed.
+      d_v: as in `SpanSource`.
     """
 
     keys: jax.Array
@@ -137,8 +137,8 @@ class SelectionSource:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The layout of packed keys."""
-        return (self.layout if self.is_packed else _of_d_v("selection", self.d_v),)
+        """The layout of packed keys, or that they are none."""
+        return (_of_d_v(self.layout if self.is_packed else "selection", self.d_v),)
 
     def parts(self) -> "Sequence[SelectionSource]":
         return [self]
@@ -151,9 +151,8 @@ class SelectionSource:
 
     @property
     def description(self) -> tuple[str, ...]:
-        if self.d_v is not None:
-            return (f"d_v={self.d_v}",)
-        return (f"{self.layout} caches",) if self.is_packed else ()
+        d_v = () if self.d_v is None else (f"d_v={self.d_v}",)
+        return (*d_v, f"{self.layout} caches") if self.is_packed else d_v
 
     @property
     def axes(self) -> tuple[Axes, ...]:

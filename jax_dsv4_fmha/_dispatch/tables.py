@@ -106,6 +106,7 @@ FORWARD: dict[tuple[str, ...], tuple[Kernel, ...]] = {
     ("span", "span"): (Kernel("hca_fwd"),),
     ("span_v512",): (Kernel("mla_span_fwd", d_v=512),),
     ("selection_v512",): (Kernel("mla_sparse_fwd", packing="", d_v=512),),
+    ("v32_fp8_v512",): (Kernel("mla_sparse_fwd", _pools, packing="v32_fp8", d_v=512),),
     ("selection", "selection"): (Kernel("dsv4_decode", _pools, packing=""),),
     ("v4_fp8", "v4_fp8"): _over_packed("v4_fp8"),
     ("v4_fp8",): _over_packed("v4_fp8", _pools_of_one),

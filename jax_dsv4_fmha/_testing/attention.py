@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
+from .. import dsv4_attention, dsv4_decode, fmha, mla_decode, reference, sparse_fmha
 from .._check import Implementation
 from .._definitions.cache import Cache
 from .._definitions.e4m3 import BF16_ROPE
@@ -58,10 +58,11 @@ class AttentionCase(Case):
     # "nan": keys that nobody can see hold NaN: in fmha beyond every row's stop, in sparse ops where no row points
     # "large": logits of some hundreds
     # "absent": indices that name no key, of every kind, and rows with nothing else
-    # "lengths": rows with fewer indices, sequences with fewer keys of the window; dsv4_decode: idle sequences
-    # "ragged": dsv4_decode: sequences with different numbers of new tokens
+    # "lengths": rows with fewer indices, sequences with fewer keys of the window; steps: idle sequences
+    # "ragged": steps: sequences with different numbers of new tokens
     # "drafts": dsv4_decode: new tokens see each other
     # "fp8", "v4_fp4", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
+    # "v32_fp8": mla_decode: a packed cache
     # "pages": dsv4_decode: the window's pages have another size
     # "e4m3": products of e4m3, whose definition tests/test_fp8_products.py compares with float64
     # "bf16_rope": with these, RoPE's part of scores is of bfloat16
@@ -74,6 +75,11 @@ class AttentionCase(Case):
     @property
     def work(self) -> int:
         return self.b * self.s_q * self.h_q * self.keys * self.d
+
+    @property
+    def d_v(self) -> int:
+        """Numbers of a head's o."""
+        return self.d
 
     @property
     def device_bytes(self) -> int:
@@ -328,7 +334,7 @@ class DecodeCase(LatentCase):
     """A step of generation over caches. The longest sequence has s_kv tokens."""
 
     op = "dsv4_decode"
-    function = staticmethod(dsv4_decode)
+    function: ClassVar[Callable[..., Any]] = staticmethod(dsv4_decode)
 
     s_q: int = 1
     window: int = 128
@@ -405,6 +411,44 @@ class DecodeCase(LatentCase):
         return Cache(pool, where) if layout is None else Cache(pool, where, layout)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentStepCase(DecodeCase):
+    """A step of generation over one cache of latents, all of them or some. The longest sequence has s_kv tokens."""
+
+    op = "mla_decode"
+    function = staticmethod(mla_decode)
+
+    @property
+    def d_v(self) -> int:
+        return {576: 512, 512: 512}.get(self.d, self.d * 3 // 4)
+
+    @property
+    def keys(self) -> int:
+        return self.topk or self.s_kv
+
+    @property
+    def layouts(self) -> tuple[str | None, str | None]:
+        return ("v32_fp8" if "v32_fp8" in self.features else None), None
+
+    def _others(self, rng: np.random.Generator) -> Operands:
+        lengths = rng.integers(1, self.s_kv + 1, self.b, np.int32)
+        lengths[0] = self.s_kv
+        if "lengths" in self.features:
+            lengths[1::3] = 0
+        kwargs: dict[str, Any] = {"lengths": lengths, "d_v": self.d_v}
+        first = lengths - self.s_q
+        if "ragged" in self.features:
+            kwargs["q_offset"] = first = np.maximum(lengths - rng.integers(0, self.s_q + 1, self.b, np.int32), 0)
+        position = first[:, None] + np.arange(self.s_q)
+        past = np.where((position >= 0) & (position < lengths[:, None]), position + 1, 0)
+        seen = [np.arange(n) for n in past.max(1)]
+        if self.topk:
+            kwargs |= self._selection(rng, past, self.s_kv)
+            named = _named(kwargs["indices"], self.s_kv)
+            seen = [x[x < n] for x, n in zip(named, past.max(1), strict=True)]
+        return (self._cache(rng, self.page, self.layouts[0], self.s_kv, seen),), kwargs
+
+
 def _capacity(page: int, entries: int) -> int:
     """The number of entries in the pages for so many entries; without pages there are no more."""
     return -(-entries // page) * page if page else entries
@@ -442,8 +486,9 @@ def run_into(case: AttentionCase, fills: Sequence[float], **choices: Any) -> lis
     op = functools.partial(case.function, **choices, **numbers)
     call = jax.jit(lambda into, args, arrays: op(*args, **arrays), donate_argnums=0, keep_unused=True)
     q = args[0]
+    shape = (*q.shape[:-1], case.d_v)
     args, arrays = jax.device_put((args, arrays))
-    return [call((jnp.full(q.shape, x, q.dtype), jnp.full(q.shape[:-1], x)), args, arrays) for x in fills]
+    return [call((jnp.full(shape, x, q.dtype), jnp.full(q.shape[:-1], x)), args, arrays) for x in fills]
 
 
 def run_reference(case: AttentionCase) -> tuple[Any, Any]:

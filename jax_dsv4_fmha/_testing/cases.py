@@ -5,7 +5,7 @@ It is in the package and not under tests/, because `check` also runs from an ins
 
 from typing import Any
 
-from .attention import AttentionCase, DecodeCase, FmhaCase, LayerCase, SparseCase
+from .attention import AttentionCase, DecodeCase, FmhaCase, LatentStepCase, LayerCase, SparseCase
 from .case import Case
 from .experts import ExpertsCase
 from .hyper_connection import HyperConnectionCase
@@ -29,6 +29,9 @@ def _attention() -> tuple[AttentionCase, ...]:
 
     def decode(h_q: int, **fields: Any) -> DecodeCase:
         return DecodeCase(h_q=h_q, d=512, **fields)
+
+    def mla(h_q: int, **fields: Any) -> LatentStepCase:
+        return LatentStepCase(h_q=h_q, **{"d": 576, **fields})
 
     every_d = [
         case
@@ -179,6 +182,29 @@ def _attention() -> tuple[AttentionCase, ...]:
         decode(8, b=3, s_q=2, s_kv=300, page=16, sink="normal", features=("v41_fp8", "lengths")),
         decode(32, b=4, s_q=7, s_kv=260, page=64, sink="normal", features=("v41_fp8", "drafts", "ragged")),
         decode(64, b=4, s_q=8, s_kv=500, page=64, ratio=128, features=("v41_fp4", "ragged", "nan")),
+        # of latents with numbers for RoPE after values: V3.2 and its kin, dense too; without these, as GLM-5.3-Flash
+        mla(128, s_kv=1),
+        mla(64, b=3, s_q=2, s_kv=700, sink="normal", features=("lengths", "nan")),
+        mla(8, b=2, s_kv=900, topk=70, features=("absent", "nan")),
+        mla(128, s_q=4, s_kv=9000, topk=2048, sink="normal"),
+        mla(16, b=3, s_q=8, s_kv=500, d=512, page=64, topk=67, sink="normal", features=("ragged", "nan")),
+        mla(64, b=2, s_q=2, s_kv=300, d=512, features=("ragged",)),
+        *(
+            case
+            for packed in ((), ("v32_fp8",))
+            for case in (
+                mla(64, s_kv=3, page=2, features=packed),
+                mla(128, b=4, s_q=3, s_kv=1500, page=64, sink="normal", features=("lengths", "nan", *packed)),
+                mla(16, b=4, s_q=8, s_kv=500, page=64, sink="mixed", features=("ragged", "nan", *packed)),
+                mla(8, b=2, s_kv=2000, page=64, topk=130, sink="normal", features=("absent", "nan", *packed)),
+                mla(64, b=3, s_q=2, s_kv=4000, page=61, topk=512, features=("absent", "lengths", "nan", *packed)),
+                mla(128, b=5, s_q=5, s_kv=900, page=64, topk=96, sink="normal", features=("ragged", "nan", *packed)),
+                mla(24, b=74, s_q=2, s_kv=600, page=69, topk=64, features=("lengths", "nan", *packed)),
+                mla(32, b=2, s_q=2, s_kv=800, page=64, topk=70, features=("large", *packed)),
+            )
+        ),
+        mla(16, b=3, s_q=2, s_kv=200, sink="normal", features=("lengths", "nan", "v32_fp8")),
+        mla(64, b=3, s_q=2, s_kv=400, topk=90, features=("ragged", "nan", "v32_fp8")),
     )
 
 

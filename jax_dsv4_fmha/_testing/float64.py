@@ -125,6 +125,32 @@ def dsv4_decode(
     return _rows(q, lambda n, i, h: keys(n, i), sink, scale)
 
 
+def mla_decode(
+    q: Array,
+    cache: Any,
+    *,
+    lengths: Array,
+    indices: Array | None = None,
+    d_v: int,
+    sink: Array | None = None,
+    q_offset: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    b, s_q, _, d = q.shape
+    first = lengths - s_q if q_offset is None else np.broadcast_to(q_offset, b)
+
+    @functools.lru_cache(maxsize=1)  # the heads of a query see the same
+    def keys(n: int, i: int) -> tuple[Array, Array]:
+        p = int(first[n]) + i
+        named = np.arange(p + 1) if indices is None else indices[n, i]
+        named = [at for at in named if 0 <= at <= p < lengths[n]]
+        seen = [_entry(cache, n, int(at), ring=False) for at in named]
+        both = np.array([x for x in seen if x is not None], np.float64).reshape(-1, d)
+        return both, both[:, :d_v]
+
+    return _rows(q, lambda n, i, h: keys(n, i), sink, scale, d_v)
+
+
 def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
     """An entry of sequence n in float64, or None; in packed pages, read byte by byte."""
     held = cache.entries
@@ -148,12 +174,17 @@ def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
         entry = held[368 * j : 368 * (j + 1)]
         values = _e2m1(entry[:224]) * np.repeat(_ue8m0(entry[224:238]), 32)
         return np.concatenate([values, entry[240:].view(_BF16).astype(float)])
+    if cache.layout == "v32_fp8":
+        entry = held[656 * j : 656 * (j + 1)]
+        codes, scales = _e4m3(entry[:512]).astype(np.float32), np.repeat(entry[512:528].view("<f4"), 128)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.concatenate([(codes * scales).astype(_BF16), entry[528:].view(_BF16)]).astype(np.float64)
     entry = held[288 * j : 288 * (j + 1)]
     return _e2m1(entry[:256]) * np.repeat(_e4m3(entry[256:]), 16)
 
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_BYTES = {"v4_fp8": 584, "v4_fp4": 368, "v41_fp8": 528, "v41_fp4": 288}
+_BYTES = {"v4_fp8": 584, "v4_fp4": 368, "v41_fp8": 528, "v41_fp4": 288, "v32_fp8": 656}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -179,9 +210,9 @@ def _take(k: Array, v: Array, n: int, seen: Iterable[int], h: int) -> tuple[Arra
     return k[n, seen, h].astype(np.float64), v[n, seen, h].astype(np.float64)
 
 
-def _rows(q: Array, keys: Any, sink: Array | None, scale: float | None) -> tuple[Array, Array]:
+def _rows(q: Array, keys: Any, sink: Array | None, scale: float | None, d_v: int | None = None) -> tuple[Array, Array]:
     b, s_q, h_q, d = q.shape
-    o, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    o, lse = np.zeros((*q.shape[:-1], d_v or d)), np.full(q.shape[:-1], -np.inf)
     for n, i, h in np.ndindex(b, s_q, h_q):
         k, v = keys(n, i, h)
         if len(k):

@@ -17,6 +17,7 @@ _LENGTHS = {
     "sparse_fmha": "lists of different lengths",
     "dsv4_attention": "windows of different lengths",
     "dsv4_decode": "some sequences idle",
+    "mla_decode": "some sequences idle",
 }
 _FEATURES = {
     "absent": "indices that name nothing",
@@ -26,6 +27,7 @@ _FEATURES = {
     "v4_fp4": "caches v4_fp8 and v4_fp4",
     "v41_fp8": "caches v41_fp8",
     "v41_fp4": "caches v41_fp8 and v41_fp4",
+    "v32_fp8": "cache v32_fp8",
     "pages": "the window's pages of another size",
     "e4m3": "FP8 products",
     "bf16_rope": "RoPE's part in bfloat16",
@@ -73,6 +75,8 @@ def _keys(op: str, x: dict[str, Any]) -> list[str]:
                 f"up to {_many(x['s_kv'], 'token', 'tokens')}",
                 f"{some or 'all '}entries{of}" if x["ratio"] else "",
             ]
+        case "mla_decode":
+            return [f"{some or 'all of '}up to {_many(x['s_kv'], 'token', 'tokens')}"]
         case "fused_moe":
             return [f"{x['topk']} of {x['s_c']} experts each"]
         case "kv_insert":

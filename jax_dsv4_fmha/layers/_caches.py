@@ -48,19 +48,29 @@ def empty(
 
     cache = LayerCache(window, entries(layer.d, far, pool[1]), layer.compressor.state(b, steps))
     if layer.indexer is not None and layer.indexer.owns_keys:
-        own, page = layer.indexer.compressor, pool[1]
-        unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
-        if of_keys is not None and block_table is None:
-            page = -(-page // unit) * unit
-        if keys is None and of_keys is not None and page % unit:
-            _say_once(
-                f"{_OP}.cache: index keys stay in {jnp.dtype(plain)} in pages of {page} entries, since kernels take"
-                f" packed ones in pages of a multiple of {unit}; page_tokens, or keys, changes this"
-            )
-            of_keys = None
+        own = layer.indexer.compressor
+        of_keys, page = that_kernels_take(_OP, keys, of_keys, block_table, pool[1], plain, "page_tokens")
         made = entries(layer.indexer.d, of_keys, page)
         cache = cache._replace(keys=made, key_tokens=None if own is None else own.state(b, steps))
     return cache
+
+
+def that_kernels_take(
+    op: str, keys: Any, layout: str | None, block_table: Any, page: int, plain: Any, sizes: str
+) -> tuple[str | None, int]:
+    """The layout of index keys, and the entries of a page of them: pages that kernels take, where the caller says
+    nothing about `keys` or has no pages. sizes: the option that says how large pages are.
+    """
+    unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
+    if layout is not None and block_table is None:
+        page = -(-page // unit) * unit
+    if keys is None and layout is not None and page % unit:
+        _say_once(
+            f"{op}.cache: index keys stay in {jnp.dtype(plain)} in pages of {page} entries, since kernels take"
+            f" packed ones in pages of a multiple of {unit}; {sizes}, or keys, changes this"
+        )
+        return None, page
+    return layout, page
 
 
 @functools.cache

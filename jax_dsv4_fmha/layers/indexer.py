@@ -205,13 +205,18 @@ def rotated_queries(
 
 
 def quantized_queries(
-    indexer: Indexer, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
+    indexer: Indexer,
+    params: Any,
+    low_rank: jax.Array,
+    positions: jax.Array,
+    rotation: Rope | None,
+    kernel: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """q of `Indexer.queries` in float8_e4m3fn, as `quantize_indexer` makes it, and scales float32 `[b, s, heads]`."""
     q = _projected(params, low_rank, kernel)
-    if indexer.transforms:
+    if indexer.transforms and rotation is not None:
         return rotated_and_quantized(q, rotation.table(positions))
-    return quantize_rows(rope(q, positions, rotation))
+    return quantize_rows(_rotated(indexer, q, positions, rotation))
 
 
 @jax.named_scope("indexer")
@@ -240,7 +245,7 @@ def index_query(
     c: jax.Array,
     weights: jax.Array,
     positions: jax.Array,
-    rotation: Rope,
+    rotation: Rope | None,
     keys: Any,
     kernel: bool = False,
 ) -> IndexQuery:

@@ -19,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, fmha, lightning_indexer, sparse_fmha
+from .. import Cache, Span, _check, fmha, lightning_indexer, mla_decode, sparse_fmha
+from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
 from . import _latent_config, _operands, _pooled_keys
+from ._caches import that_kernels_take
 from ._norm import rms_norm
+from ._products import product
 from .compressor import kept_at
-from .indexer import Indexer
+from .indexer import Indexer, in_8_bits, index_query
 from .outputs import LayerCache, Output, Shared, check_pages
 from .pooling import counted
 from .rope import Rope, rope
@@ -32,8 +35,7 @@ from .rope import Rope, rope
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-    """The shape of a layer of DeepSeek-V3, V3.2, Kimi K2, GLM-5, GLM-5.3-Flash or Hy4. No kernel takes keys with
-    numbers for RoPE yet, so the reference runs.
+    """The shape of a layer of DeepSeek-V3, V3.2, Kimi K2, GLM-5, GLM-5.3-Flash or Hy4.
 
     Its parameters are a dict: `wq_a [hidden, q_rank]`, `q_norm [q_rank]`, `wq_b [q_rank, heads, nope + rope.dims]`, or
     with q_rank 0 `wq [hidden, heads, nope + rope.dims]`; `wkv [hidden, latent + rope.dims]`, `kv_norm [latent]`,
@@ -204,6 +206,7 @@ class LatentAttention:
         max_length: int,
         dtype: Any = jnp.bfloat16,
         *,
+        keys: Any = None,
         steps: int = 1,
         block_table: jax.Array | None = None,
         pages: int | None = None,
@@ -213,7 +216,11 @@ class LatentAttention:
 
         Args:
           b, max_length: ints >= 1. A sequence must not become longer than `max_length`.
-          dtype: x's: bfloat16, float16 or float32.
+          dtype: x's: bfloat16, float16 or float32; or float8_e4m3fn (x bfloat16), for latents of 512 in "v32_fp8", or
+            without RoPE in "v41_fp8".
+          keys: the dtype of the indexer's keys, if there is one: that of entries that are not packed, or float8_e4m3fn
+            for "index_fp8" (index d 128). Queries are quantized to these. By default keys are packed where latents
+            are, in pages that a kernel takes.
           steps: where index keys are pooled, the greatest number of tokens that may be taken back.
           block_table: int32 `[b, n]`, for pools of pages that all sequences share: page i of sequence m is page
             `block_table[m, i]`, and -1 is no page. `LayerCache.with_block_table` changes it. None makes contiguous
@@ -224,7 +231,7 @@ class LatentAttention:
           ValueError, TypeError: operands that differ from the above.
         """
         b, length = _check.positive(_OP, "b", b), _check.positive(_OP, "max_length", max_length)
-        dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
+        plain, layout, of_keys = self._kept_as(dtype, keys)
         steps, rows = _check.positive(_OP, "steps", steps), b
         pool = self.indexer.pool or 1 if self.indexer else 1
         if block_table is not None:
@@ -237,14 +244,36 @@ class LatentAttention:
         elif pages is not None:
             raise _check.error(ValueError, _OP, "pages", pages, "None without a block_table")
 
-        def empty(d: int, length: int) -> Cache:
+        def empty(d: int, length: int, layout: str | None) -> Cache:
             own = None if block_table is None else jnp.array(table)  # each has one, so all may be donated
-            return Cache.zeros(rows, length, d, dtype, own)
+            return Cache.zeros(rows, length, d, plain, own, layout=layout)
 
-        window, its = empty(self.latent + self.turned, length), self.indexer
-        keys = None if its is None else empty(its.d, -(-length // pool))
-        last = Cache.zeros(b, pool - 1 + steps, 2 * its.d, dtype) if its and its.pool else None
-        return LayerCache(window, keys=keys, key_tokens=last)
+        window, its = empty(self.latent + self.turned, length, layout), self.indexer
+        if its is None:
+            return LayerCache(window)
+        of_keys, page = that_kernels_take(_OP, keys, of_keys, block_table, -(-length // pool), plain, "max_length")
+        last = Cache.zeros(b, pool - 1 + steps, 2 * its.d, plain) if its.pool else None
+        return LayerCache(window, keys=empty(its.d, page, of_keys), key_tokens=last)
+
+    def _kept_as(self, dtype: Any, keys: Any) -> tuple[Any, str | None, str | None]:
+        """The dtype of what is not packed in a cache, and the layouts of latents and index keys; None: not packed."""
+        wanted = f"{' or '.join(map(str, _check.FLOAT))} or {_FP8}"
+        dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, _FP8), wanted)
+        layout = None
+        if dtype == _FP8:
+            sizes = {(512, 64): "v32_fp8", (512, 0): "v41_fp8"}
+            layout = sizes.get((self.latent, self.turned))
+            if layout is None:
+                got = f"{dtype} for latents of {self.latent} and {self.turned} for RoPE"
+                raise _check.error(ValueError, _OP, "dtype", got, "it for 512 and 64, or 512 alone")
+        plain = jnp.dtype(jnp.bfloat16) if layout else dtype
+        if keys is not None:
+            keys = _check.dtype(_OP, "keys", keys, (plain, _FP8), f"None, {plain} or {_FP8}")
+        has_layout = self.indexer is not None and self.indexer.d == LAYOUTS[_KEYS_IN_FP8].d
+        if keys == _FP8 and not has_layout:
+            raise _check.error(ValueError, _OP, "keys", _FP8.name, "an indexer with d=128 for it")
+        packs = keys == _FP8 or (keys is None and layout is not None)
+        return plain, layout, _KEYS_IN_FP8 if packs and has_layout else None
 
     def __call__(
         self,
@@ -301,7 +330,7 @@ class LatentAttention:
         if lengths is None:
             self._fits(cache, start if isinstance(start, jax.Array) else start + s)
             lengths = first + s
-        return self._continued(params, x, first, lengths, cache, shared, indices, options)
+        return self._continued(params, x, first, lengths, cache, shared, indices, options, is_step=False)
 
     def step(
         self,
@@ -338,7 +367,8 @@ class LatentAttention:
         options = {"implementation": implementation, "batch_invariant": batch_invariant}
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         first = lengths - s if start is None else _check.offset(_OP, "start", start, {"b": b})
-        return self._continued(params, x, jnp.broadcast_to(first, (b,)), lengths, cache, shared, indices, options)
+        first = jnp.broadcast_to(first, (b,))
+        return self._continued(params, x, first, lengths, cache, shared, indices, options, is_step=True)
 
     def _checked(self, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
         """Raises unless a call's operands are of this layer; (b, s)."""
@@ -358,6 +388,8 @@ class LatentAttention:
                     raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
                 if part is not None:
                     part.check(_OP, f"cache.{name}", {"b": dims["b"], "d": widths[name]}, (x.dtype,))
+                    if part.is_packed and x.dtype != jnp.bfloat16:
+                        raise _check.error(ValueError, _OP, "x", x, f"bfloat16, with a packed cache.{name}")
         if indices is not None and not self.sparse:
             raise _check.error(ValueError, _OP, "indices", indices, "None in a layer that sees all keys")
         if self.sparse and self.indexer is None and indices is None:
@@ -383,13 +415,14 @@ class LatentAttention:
         shared: Shared | None,
         indices: jax.Array | None,
         options: Mapping[str, Any],
+        is_step: bool,
     ) -> Output:
         """Tokens after cached ones, with y 0 where they are padding."""
         b, s = x.shape[:2]
         self._fits(cache, lengths)
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
         new, seen = (
-            _New(cache, kept_at(first, lengths, s), first, lengths),
+            _New(cache, kept_at(first, lengths, s), first, lengths, is_step),
             Span.causal(s, first) & Span.lengths(lengths),
         )
         out = self._attended(params, x, counted(first, 0, s), seen, new, shared, indices, options)
@@ -425,12 +458,15 @@ class LatentAttention:
             held = cache.window
         chosen, cache = self._chosen(params, x, c, positions, seen, new, cache, given)
         options = {"d_v": self.latent, "sink": params.get("sink"), "scale": self._scale, **options}
+        indices = chosen if chosen is not None or not self.sparse else (shared or Shared()).indices
         with jax.named_scope("attention"):
-            if not self.sparse:
+            if new is not None and (new.is_step or (self.sparse and held.is_packed)):
+                options.pop("deterministic", None)  # there is no gradient
+                o, _ = mla_decode(q, held, new.lengths, indices, q_offset=new.first, **options)
+            elif not self.sparse:
                 keys = held.take() if isinstance(held, Cache) else held
                 o, _ = fmha(q, keys[:, :, None], span=seen, **options)
             else:
-                indices = chosen if chosen is not None else (shared or Shared()).indices
                 assert indices is not None  # as `_checked` saw to
                 o, _ = _sparse(q, held, indices, seen, options)
         o = jnp.einsum("bshl,lhv->bshv", o, weights["w_uv"])
@@ -471,7 +507,11 @@ class LatentAttention:
             keys = cache.keys
         if given is not None:
             return given, cache
-        q, weights = indexer.queries(its, x, c, positions, self.rope)
+        if in_8_bits(keys):
+            given_weights = product(x, its["weights_proj"])
+            q, weights = index_query(indexer, its, c, given_weights, positions, self.rope, keys)
+        else:
+            q, weights = indexer.queries(its, x, c, positions, self.rope)
         n, most = keys.capacity if isinstance(keys, Cache) else keys.shape[1], indexer.topk
         if pool:
             most, seen = most // pool, Span.compressed(x.shape[1], pool, 0 if new is None else new.first)
@@ -490,6 +530,8 @@ class _New(NamedTuple):
     """int32 `[b]`"""
     lengths: jax.Array
     """int32 `[b]`"""
+    is_step: bool
+    """whether they are few"""
 
 
 def _sparse(
@@ -507,3 +549,4 @@ def _sparse(
 
 
 _OP = "LatentAttention"
+_FP8, _KEYS_IN_FP8 = jnp.dtype(jnp.float8_e4m3fn), "index_fp8"
