@@ -16,6 +16,7 @@ from .records import (
     PROMPTS,
     STACKS,
     STEPS,
+    WHOLE,
     bullets,
     launched,
     micro,
@@ -219,6 +220,15 @@ def devices() -> str:
     found = DEVICES["devices"]
     where = f"{len(found)} × {found[0]['name']}, {DEVICES['date'][:10]}, jax {DEVICES['versions']['jax']}:"
     return "\n\n".join([where, table("one sequence, or one cache, over two GPUs | one, ms | two, ms | times", rows)])
+
+
+def whole_steps() -> str:
+    """All layers of V4-Flash in one program, over GPUs."""
+    rows = [
+        [row["work"], *(f"{row[name]:.1f}" for name in ("ms", "compiled in s")), f"{row['tokens/s']:.0f}"]
+        for row in WHOLE["rows"]
+    ]
+    return table(f"{WHOLE['devices']} × {WHOLE['device']} | ms | compiled in s | tokens/s", rows)
 
 
 def whole_model() -> str:

@@ -30,7 +30,9 @@ PROMPTS, MODEL, PRODUCTS, DEVICES = map(load, ("h200_prompt", "h200_model", "h10
 
 
 STEPS, STACKS, ON_H100, WITNESSED = map(load, ("h200_steps", "h200_stacks", "h100_layer", "witnesses"))
-FORMS, CUDNN_FRONTEND, LATENT = map(load, ("blackwell_forms", "h200_cudnn_frontend", "h200_latent"))
+FORMS, CUDNN_FRONTEND, LATENT, WHOLE = map(
+    load, ("blackwell_forms", "h200_cudnn_frontend", "h200_latent", "h200_whole")
+)
 
 
 ORDERS, CLOCKS, EXPERTS, RAN = map(load, ("orders", "clocks", "h200_experts", "ran"))
