@@ -124,6 +124,6 @@ def _seen(
         slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
     else:
         slots = cache.slots(jnp.where(indices <= position[..., None], indices, -1))
-        count = jnp.where(there, indices.shape[2], 0)
+        count = jnp.where(there, jnp.full_like(position, indices.shape[2]), 0)
     names = ("cache", "slots", "length")
     return SelectionSource(cache.pool(), slots, count, names, "cache_rows", cache.layout, d_v=d_v)
