@@ -34,6 +34,7 @@ from jax_dsv4_fmha import (
     indexer_scores,
     lightning_indexer,
     merge,
+    mla_decode,
     sparse_fmha,
 )
 from jax_dsv4_fmha._definitions.experts import CODES, SLAB, SLAB_BYTES, TILE
@@ -133,6 +134,13 @@ def _decode(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return dsv4_decode(x["q"], window, far, lengths=x["lengths"], **rest, implementation=i)
 
 
+def _latent_step(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
+    d = x["q"].shape[-1]
+    how = {"d_v": max(1, d * 3 // 4) if how["part"] else d, "sink": x.get("sink"), "q_offset": x.get("offset")}
+    cache = Cache(x["window"], x.get("table"))
+    return mla_decode(x["q"], cache, x["lengths"], _listed(x), **how, implementation=i)
+
+
 def _merge(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return merge([(x["q"], x["lse"]), (x["q2"], x["lse2"])], x.get("sink"))
 
@@ -182,6 +190,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "sparse_fmha": _sparse,
     "dsv4_attention": _layer,
     "dsv4_decode": _decode,
+    "mla_decode": _latent_step,
     "merge": _merge,
     "dot_product_attention": _drop_in,
     "lightning_indexer": _indexer,
@@ -217,6 +226,9 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
             **({"offset": "b"} if how.get("offset") else {}),
             **sink,
         }
+    if op == "mla_decode":
+        cache = {"window": "ned", "table": "bp"} if how["paged"] else {"window": "btd"}
+        return {**Q, **cache, **rows, "lengths": "b", **({"offset": "b"} if how.get("offset") else {}), **sink}
     if op == "merge":
         return {**Q, "lse": "bsh", "q2": "bshd", "lse2": "bsh", **sink}
     if op == "dot_product_attention":
@@ -250,6 +262,7 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
             **dict.fromkeys(("lengths", "offset", "offset2"), yes),
         },
         "dsv4_decode": {**layer, "paged": yes, "causal": yes, "offset": yes},
+        "mla_decode": {"part": yes, **dict.fromkeys(("paged", "indices", "length", "offset", "sink"), yes)},
         "merge": {"sink": yes},
         "dot_product_attention": {
             "sink": yes,
@@ -429,7 +442,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto", "Explicit"])] * 2))
     symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bstc"]))
     set_mesh = bool(kinds) and draw(st.booleans())
-    gradient = op not in ("dsv4_decode", "lightning_indexer", "fused_moe") and draw(st.booleans())
+    gradient = op not in ("dsv4_decode", "mla_decode", "lightning_indexer", "fused_moe") and draw(st.booleans())
     # outside of jit, JAX's own code that makes numbers wants a set mesh: in `loss` and around `jax.lax.scan`
     needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh and gradient)
     even = st.sampled_from([2, 4])
@@ -515,6 +528,14 @@ KEPT = [
         {"compressed": True, "paged": True, "ratio": 1, "window": 3, "sink": True},
         ("vmap q table",),
         jit=False,
+    ),
+    Case(  # how many indices count was an int64
+        "mla_decode",
+        SIZES | {"s": 2},
+        {"indices": True, "paged": True, "part": True, "offset": True},
+        kinds=("Auto", "Auto"),
+        layout=(("b", "data"),),
+        x64=True,
     ),
     Case("merge", SIZES, {"sink": True}, ("vmap sink",), gradient=True, x64=True),
     Case(

@@ -276,6 +276,8 @@ def test_kernels(hopper, kind, d, chosen):
     (decision,) = explain(f, *x)
     assert decision.implementation == "kernel" and decision.reason.startswith(name), decision
     assert ("v32_fp8 caches" in decision.reason) == ("v32" in kind) and ("d_v=512" in decision.reason) == (d == 576)
+    is_list = chosen == "all" and kind != "contiguous"
+    assert ("all slots of a cache as indices" in decision.reason) == is_list
     text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == [name]
     assert re.findall(r'packing = "(\w*)"', text) == ([] if packing is None else [packing])

@@ -103,7 +103,7 @@ class SpanSource:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "indices", "length"),
-    meta_fields=("names", "axis", "layout", "is_counted", "d_v"),
+    meta_fields=("names", "axis", "layout", "is_counted", "d_v", "lists_all"),
 )
 @dataclasses.dataclass(frozen=True)
 class SelectionSource:
@@ -120,6 +120,7 @@ class SelectionSource:
       layout: the layout of packed keys.
       is_counted: whether indices count through the keys of all batch entries, as those of `flat` do.
       d_v: as in `SpanSource`.
+      lists_all: whether the caller named no keys, and each row has all slots of a cache.
     """
 
     keys: jax.Array
@@ -130,6 +131,7 @@ class SelectionSource:
     layout: str = V4_FP8
     is_counted: bool = False
     d_v: int | None = None
+    lists_all: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -151,8 +153,12 @@ class SelectionSource:
 
     @property
     def description(self) -> tuple[str, ...]:
-        d_v = () if self.d_v is None else (f"d_v={self.d_v}",)
-        return (*d_v, f"{self.layout} caches") if self.is_packed else d_v
+        words = {
+            f"d_v={self.d_v}": self.d_v is not None,
+            f"{self.layout} caches": self.is_packed,
+            "all slots of a cache as indices": self.lists_all,
+        }
+        return tuple(text for text, holds in words.items() if holds)
 
     @property
     def axes(self) -> tuple[Axes, ...]:

@@ -11,8 +11,8 @@ An op says where keys come from. Its operands are the keys, for each source whic
 
 - A span: query i sees the keys `start <= j < stop`, int32 `[b, s_q]` within `[0, s_kv]`.
 - A selection: query i sees the keys that `indices[i, :length[i]]` name, int32 `[b, s_q, topk >= 1]` and `[b, s_q]`.
-  An entry outside of `[0, s_kv)` is absent. Pools of `dsv4_decode` may be packed: uint8 `[pages, bytes]`, where index i
-  means entry i % n of page i // n (`_definitions/packed.py`).
+  An entry outside of `[0, s_kv)` is absent. Pools of `dsv4_decode`, and of `mla_sparse_fwd` with d_v, may be packed:
+  uint8 `[pages, bytes]`, where index i means entry i % n of page i // n (`_definitions/packed.py`).
 - sink: float32 `[h_q]`, -inf for none.
 
 A mode may change them:
@@ -71,7 +71,8 @@ def attention(
       order: of sums: 0 for any, or `ORDER`. `mha_fwd` has that where start is 0, `mla_span_fwd` and `hca_fwd` with one
         KV head and a multiple of `TILE` heads, others for any operands.
       packing: of `dsv4_decode`: "" for pools like q, the layout of both pools, "v4_fp8" or "v41_fp8", or that of the
-        second one, "v4_fp4" or "v41_fp4", where the first has the FP8 layout of the same model.
+        second one, "v4_fp4" or "v41_fp4", where the first has the FP8 layout of the same model; of `mla_sparse_fwd`
+        with d_v: "" or "v32_fp8".
       eps: of the norm, in a rotary mode.
     """
     attributes: dict[str, Any] = {"scale": np.float32(scale), "order": np.int64(order)}

@@ -34,8 +34,7 @@ def fmha(
       k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
       v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
       d_v: where V is K, an int of 1 to d: V is the first d_v numbers of K, and None means all of them. Latents of 512
-        dimensions and 64 for RoPE, as DeepSeek-V3 has them, are d = 576 with d_v = 512. No kernel has less than all
-        yet.
+        dimensions and 64 for RoPE, as DeepSeek-V3 has them, are d = 576 with d_v = 512, for which Hopper has kernels.
       span: which keys a query sees; None means all.
       sink: float32 `[h_q]`, natural logits that are not scaled and add to the denominator only. -inf has no effect,
         +inf gives `o = 0`.

@@ -51,7 +51,8 @@ def mla_decode(
 
     Without indices a kernel reads a contiguous cache that is not packed as a span. Of pages, and of packed entries,
     every query gets a list of all slots of its sequence, for the kernel of selections: `[b, s_q, capacity]` numbers,
-    and queries share no keys that they read. That is for steps: a chunk of a prompt takes `fmha` over `Cache.take`.
+    and queries share no keys that they read; `explain` says so. That is for steps: a chunk of a prompt takes `fmha`
+    over `Cache.take`.
 
     Returns:
       o `[b, s_q, h_q, d_v]` in q's dtype, and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -124,6 +125,7 @@ def _seen(
         slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
     else:
         slots = cache.slots(jnp.where(indices <= position[..., None], indices, -1))
-        count = jnp.where(there, indices.shape[2], 0)
+        count = jnp.where(there, jnp.full_like(position, indices.shape[2]), 0)
     names = ("cache", "slots", "length")
-    return SelectionSource(cache.pool(), slots, count, names, "cache_rows", cache.layout, d_v=d_v)
+    how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": indices is None}
+    return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
