@@ -164,13 +164,14 @@ def test_additions_learn_alone(tmp_path):
 
 @pytest.mark.slow
 def test_beside_packed_matrices(tmp_path):
-    """Gradients of an adapter beside experts in MXFP4 and in FP8 are those beside the numbers that they stand for."""
-    checkpoint(MODEL, tmp_path, 32)
+    """Gradients of an adapter beside experts in MXFP4 and matrices in FP8 are those beside what they stand for."""
+    checkpoint(MODEL, tmp_path, 128)
     adapter, tokens, found = random(), prompts(2, 24), []
     with common.mesh_of(1, 2, data=1) as mesh:
         for packed in (True, False):
             params = load(MODEL, tmp_path, jnp.float32, mesh, packed=packed, fused=False)
-            assert isinstance(params["layers"][0]["moe"]["w13"], Packed) == packed
+            p = params["layers"][0]
+            assert isinstance(p["moe"]["w13"], Packed) == isinstance(p["attention"]["wq_b"], PackedMatrix) == packed
             fixed, beside = {x: params[x] for x in FIXED if x in params}, train.learnable(params)
 
             def loss(adapter, beside, fixed):

@@ -349,12 +349,14 @@ def test_bits_of_packed_products_do_not_depend_on_other_rows():
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
-def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
+@pytest.mark.parametrize("is_packed", [False, True], ids=["bfloat16 matrices", "packed"])
+def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache, is_packed):
     """A whole layer steps 128 sequences of different lengths, and then some of them: the attention of one shares out
     columns, that of 100 does not, and products take a tile of rows or two.
     """
     layer = from_config(MODELS["v4"] | SIZES)[kind]
-    params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
+    params = layer.init(jax.random.key(0), jnp.bfloat16)
+    params = layer.joined(layer.packed(params) if is_packed else params)
     x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
     lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)
     quickly = {"xla_gpu_autotune_level": "0"}  # compiled; the prompt's products may have any bits

@@ -184,6 +184,24 @@ def test_heads_may_be_shared_out(axes):
         near(got, want, 2e-2)
 
 
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_rounded_and_joined_where_heads_are_shared_out(axes):
+    """Devices round their own tiles; a window's layer has what multiplies x in FP8."""
+    layer = from_config(MODELS["v4"] | SIZES | {"head_dim": 128, "q_lora_rank": 256})[0]
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(axes,), devices=jax.devices("cpu")[:2])
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layer.partition("heads"))
+    plain = layer.init(jax.random.key(0), jnp.bfloat16)
+    want, got = layer.packed(plain), layer.packed(jax.device_put(plain, where), where)
+    assert packed_names(got) == OF_ATTENTION
+    assert_equal(unpacked(got), unpacked(want))
+    assert got["wq_b"].data.sharding.shard_shape(got["wq_b"].data.shape)[0] == 4
+    params, x = layer.joined(got), jax.device_put(hidden(S), NamedSharding(mesh, P()))
+    assert packed_names(params) == {"wx", "wq_b", "wo_a", "wo_b"}
+    run = jax.jit(functools.partial(prompt_chunk_and_step, layer))
+    for y, of_one in zip(run(params, x), run(want, hidden(S)), strict=True):
+        near(y, of_one, 2e-2)
+
+
 def test_shardings_of_packed_parameters():
     """They are those of a checkpoint's, and the layer's own: of arrays, of shapes, and under `jax.jit`."""
     layer, plain, _ = both(1)

@@ -50,7 +50,7 @@ def parameters(model: Model, mesh: Mesh, dtype: Any) -> dict[str, Any]:
 
 
 def without_experts(model: Model, dtype: Any, shardings: Any = None) -> Callable[[jax.Array], dict[str, Any]]:
-    """Returns a function that makes a layer's random parameters, with those in FP8 that `load` keeps so on this mesh."""
+    """Returns a function that makes a layer's random parameters, with those in FP8 that `load` keeps so, sharded so."""
 
     def make(key: jax.Array) -> dict[str, Any]:
         params = thinned(model.init(key, dtype))

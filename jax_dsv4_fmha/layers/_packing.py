@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
+from .._definitions import explicit_axes
 from .._definitions.experts import SLAB, TILE
 from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, SLAB_BYTES, PackedMatrix, pack_matrix
 from ._operands import PACKED, extents, packed_spec
@@ -52,16 +53,32 @@ def packed(params: Any, shardings: Any, prefix: str = "") -> dict[str, Any]:
         leaf, own = prefix + name, shardings[name] if isinstance(shardings, dict) else shardings
         if isinstance(x, dict):
             found[name] = packed(x, own, f"{leaf}.")
-        elif isinstance(x, PackedMatrix) or not may_be_packed(leaf, x.shape, own):
+            continue
+        is_packed = isinstance(x, PackedMatrix)
+        of_type = None if is_packed else explicit_axes.sharding(x, *explicit_axes.entries(x))
+        if is_packed or not may_be_packed(leaf, x.shape, of_type or own):
             found[name] = x
         else:
-            found[name] = in_fp8(x, *extents(leaf, x.shape))
+            found[name] = in_fp8(x, *extents(leaf, x.shape), sharding_of_data(leaf, of_type))
     return found
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def in_fp8(w: jax.Array, several: tuple[int, ...], rows: int, columns: int) -> PackedMatrix:
-    """A matrix of this many rows and columns rounded to FP8, with the least scales that its numbers fit in."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def in_fp8(
+    w: jax.Array, several: tuple[int, ...], rows: int, columns: int, of_data: Sharding | None = None
+) -> PackedMatrix:
+    """A matrix of this many rows and columns rounded to FP8, with the least scales that its numbers fit in.
+
+    of_data: the sharding of its data, where Explicit axes of a mesh shard the matrix.
+    """
+    make = functools.partial(_data_in_fp8, several=several, rows=rows, columns=columns)
+    if of_data is None:
+        return PackedMatrix(make(w), rows, columns, w.shape)
+    with jax.sharding.use_abstract_mesh(jax.typeof(w).sharding.mesh):
+        return PackedMatrix(jax.sharding.auto_axes(make, out_sharding=of_data)(w), rows, columns, w.shape)
+
+
+def _data_in_fp8(w: jax.Array, several: tuple[int, ...], rows: int, columns: int) -> jax.Array:
     x = jnp.swapaxes(w.reshape(*several, columns, rows), -1, -2).astype(jnp.float32)
     more = [(0, 0)] * len(several) + [(0, -n % BLOCK) for n in (rows, columns)]
     blocks = jnp.pad(x, more).reshape(*several, -(-rows // BLOCK), BLOCK, -1, BLOCK)
@@ -69,4 +86,4 @@ def in_fp8(w: jax.Array, several: tuple[int, ...], rows: int, columns: int) -> P
     codes = jnp.clip(exponent - (mantissa == 0.5) + 127, 0, GREATEST_SCALE)
     whole = jnp.repeat(jnp.repeat(codes, BLOCK, -2), BLOCK, -1)[..., :rows, :columns]
     numbers = jnp.ldexp(x, 127 - whole).astype(jnp.float8_e4m3fn)
-    return pack_matrix(numbers, codes.astype(jnp.uint8), w.shape)
+    return pack_matrix(numbers, codes.astype(jnp.uint8)).data

@@ -250,7 +250,7 @@ class DSV4Attention(LayerShape):
             tokens before them, as DSpark's drafts do (see `dsv4_decode`); the cache must be for `s + 1` steps.
           implementation: as in `dsv4_attention`; "reference" makes products and insertions in `jnp`, too.
           batch_invariant: as in `dsv4_decode`. A sequence's y then has the same bits in any batch of up to 128 tokens,
-            with parameters in x's dtype.
+            with parameters in x's dtype, or packed.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
