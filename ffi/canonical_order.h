@@ -13,15 +13,9 @@ namespace dsv4_fmha {
 struct CanonicalOrder {
   static constexpr int64_t kNumber = 2;
   static constexpr std::string_view kArch = "sm_90a";
-  static constexpr std::string_view kTargets[] = {"mha_fwd",
-                                                  "mla_sparse_fwd",
-                                                  "csa_fwd",
-                                                  "hca_fwd",
-                                                  "mla_span_fwd",
-                                                  "mla_span_fwd_few_heads",
-                                                  "dsv4_decode",
-                                                  "mla_sparse_fwd_v512",
-                                                  "mla_span_fwd_v512"};
+  static constexpr std::string_view kTargets[] = {"mha_fwd",     "mla_sparse_fwd",      "csa_fwd",
+                                                  "hca_fwd",     "mla_span_fwd",        "mla_span_fwd_few_heads",
+                                                  "dsv4_decode", "mla_sparse_fwd_v512", "mla_span_fwd_v512"};
   // Targets whose kernels have the order only where a tile of rows has heads of one query.
   static constexpr std::string_view kOfTiles[] = {"hca_fwd", "mla_span_fwd", "mla_span_fwd_v512"};
   static constexpr int64_t kTile = 64;  // heads

@@ -114,7 +114,7 @@ class KeyTiles:
         full: cute.Pointer,
         again: cutlass.Boolean,
     ):
-        """Loads a part of the columns of the tile_n keys of gmem: (EVEN or ODD, half). `again`: SMEM has them already."""
+        """Loads a part of the columns of tile_n keys of gmem: (EVEN or ODD, half); none if SMEM has them already."""
         c = self.config
         gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.columns_k), (0, None)))
         if not_(again):
