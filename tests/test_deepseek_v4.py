@@ -220,6 +220,13 @@ def test_speed(tmp_path, capsys):
     assert "chunk of 16, 32 tokens" in capsys.readouterr().out
 
 
+def test_options_of_xla():
+    assert whole.option_of("xla_a=+B=1") == ("xla_a", "+B=1")
+    for text in ("xla_a", "--xla_a=1"):
+        with pytest.raises(ValueError, match=f"--xla: got {text}, wanted NAME=VALUE"):
+            whole.option_of(text)
+
+
 @pytest.mark.slow
 def test_whole(tmp_path, capsys):
     """Over two devices: a row for each piece of work, of parameters whose experts lie apart."""
@@ -227,7 +234,9 @@ def test_whole(tmp_path, capsys):
     config = common.small() | {"num_hidden_layers": 4, "layer_types": kinds, "num_hash_layers": 1}
     config |= {"hidden_size": 256, "moe_intermediate_size": 256, "o_groups": 2, "o_lora_rank": 128}
     file, works = tmp_path / "whole.json", {"contexts": (32, 64), "sequences": (1, 2), "chunk": 16}
-    rows = whole.main(config=config, **works, calls=1, expert=2, file=str(file))
+    rows = whole.main(
+        config=config, **works, calls=1, expert=2, xla=["xla_cpu_enable_fast_min_max=True"], file=str(file)
+    )
     steps = ["step, b 1, 32 tokens", "step, b 2, 32 tokens", "step, b 1, 64 tokens"]
     assert [row["work"] for row in rows] == [*steps, "chunk of 16, 32 tokens", "chunk of 16, 64 tokens"]
     assert json.loads(file.read_text())["rows"] == rows and "chunk of 16, 64 tokens" in capsys.readouterr().out

@@ -46,6 +46,7 @@ def main(
     kept: str | None = None,
     parts: bool = False,
     expert: int = 1,
+    xla: Sequence[str] = (),
     file: str | None = None,
 ) -> list[dict[str, Any]]:
     """Prints each time once it is there, then the tables, and returns their rows.
@@ -53,10 +54,12 @@ def main(
     Args:
       config: where there is no checkpoint.
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
+      xla: options of XLA for every program, as NAME=VALUE.
     """
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
     if parts and jax.default_backend() != "gpu":
         raise ValueError(f"--parts: got {jax.default_backend()}, wanted GPUs, whose kernels the profiler sees")
+    options = dict(option_of(text) for text in xla)
     works = [Work(context, b, 1) for context in contexts for b in sequences if b == 1 or context == contexts[0]]
     works += [Work(context, 1, chunk) for context in contexts if context >= chunk]
     rows: list[dict[str, Any]] = []
@@ -69,10 +72,10 @@ def main(
         progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
         for work in works:
             what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
-            row = {"work": str(work), **of_work(*what, calls)}
+            row = {"work": str(work), **of_work(*what, calls, **options)}
             said = f"{row['ms']:.3f} ms, compiled in {row['compiled in s']:.1f} s"
             if parts:
-                row["parts"] = parts_of(*what)
+                row["parts"] = parts_of(*what, **options)
                 said += "; " + ", ".join(f"{part} {ms:.3f}" for part, ms in row["parts"].items())
             progress(f"{work}: {said}")
             rows.append(row)
@@ -89,6 +92,18 @@ def main(
         for row in rows:
             print(f"{row['work']:32}", *(f"{row['parts'].get(name, 0):12.3f}" for name in names))
     return rows
+
+
+def option_of(text: str) -> tuple[str, str]:
+    """An option of XLA and its value, of NAME=VALUE.
+
+    Raises:
+      ValueError: it is not of that form.
+    """
+    name, equals, value = text.partition("=")
+    if not name.startswith("xla_") or not equals:
+        raise ValueError(f"--xla: got {text}, wanted NAME=VALUE, such as xla_gpu_enable_command_buffer=+COLLECTIVES")
+    return name, value
 
 
 def program(
@@ -115,9 +130,11 @@ def program(
     return compiled, caches, operands, time.perf_counter() - began
 
 
-def of_work(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int) -> dict[str, Any]:
+def of_work(
+    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int, **options: str
+) -> dict[str, Any]:
     """The median of three times so many calls, and what compiling took."""
-    f, caches, operands, seconds = program(model, params, mesh, work, dtype)
+    f, caches, operands, seconds = program(model, params, mesh, work, dtype, **options)
 
     def call(caches: Caches) -> tuple[Caches, jax.Array]:
         logits, caches = f(params, caches, *operands)
@@ -127,9 +144,11 @@ def of_work(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype,
     return {"ms": ms, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
 
 
-def parts_of(model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int = 5) -> dict[str, float]:
+def parts_of(
+    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int = 5, **options: str
+) -> dict[str, float]:
     """ms of one device by part of the model, the mean over devices and calls; "idle": none of its kernels runs."""
-    f, caches, operands, _ = program(model, params, mesh, work, dtype, **NO_GRAPHS)
+    f, caches, operands, _ = program(model, params, mesh, work, dtype, **options, **NO_GRAPHS)
     part_of = parts_by_operation(f.as_text() or "")
     tracing = jax.profiler.ProfileOptions()
     tracing.host_tracer_level = tracing.python_tracer_level = 0
@@ -179,6 +198,7 @@ def arguments() -> dict[str, Any]:
     made.add_argument("--parts", action="store_true", help="also where the devices' time goes; compiles twice")
     number = common.at_least(1)
     made.add_argument("--expert", type=number, default=1, help="devices that share out experts and heads (default: 1)")
+    made.add_argument("--xla", nargs="+", default=(), metavar="NAME=VALUE", help="options of XLA for every program")
     return speed.parsed(made)
 
 
