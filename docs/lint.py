@@ -7,6 +7,7 @@ Nothing here runs a program of a page: `tests/test_docs.py` does. A function tha
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import runpy
 import sys
@@ -378,6 +379,17 @@ def drawn() -> Iterator[str]:
     for name, draw in DRAW["DRAWN"].items():
         if (DRAW["PICTURES"] / f"{name}.svg").read_text() != draw():
             yield f"{name}.svg: run python docs/draw.py"
+
+
+@check
+def plotted() -> Iterator[str]:
+    """What `bench --plot` drew of a record says the record's day."""
+    for record, picture in re.findall(
+        r"--from docs/(\w+)\.json.* --plot docs/(\w+)\.svg", (ROOT / "Makefile").read_text()
+    ):
+        day = json.loads((ROOT / f"docs/{record}.json").read_text())["date"][:10]
+        if day not in (ROOT / f"docs/{picture}.svg").read_text():
+            yield f"docs/{picture}.svg: is not of {day}, as docs/{record}.json is: run make pictures"
 
 
 def luminance(color: str) -> float:
