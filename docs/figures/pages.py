@@ -186,7 +186,12 @@ def losses() -> str:
 
 
 def _said(name: str) -> str:
-    """A step in words."""
+    """A step, or a call over latents, in words."""
+    if found := re.match(r"d 576 top-k (\d+) of (\d+) b1 s4096 h(\d+)$", name):
+        topk, keys, heads = found.groups()
+        return f"prompt, {heads} heads, top-k {topk} of {keys} latents of 576 numbers"
+    if found := re.match(r"d 576 full b(\d+) s1 h(\d+)$", name):
+        return f"step of {found[1]} sequences, {found[2]} heads, over all latents of 576 numbers"
     if not (found := re.match(r"d 512 window 128 \+ top-k (\d+) of 16384 b(\d+) s(\d+) h(\d+)(?: (\w+))?$", name)):
         return name
     topk, b, s, heads, cache = found.groups()
