@@ -504,3 +504,17 @@ def test_requests_that_begin_alike(speculate, own):
 def test_random_models_are_known_by_name_or_file():
     with pytest.raises(SystemExit, match=r"--random: got 'v5', wanted v4, v4.1 or a config.json"):
         common.config_of("v5")
+
+
+@pytest.mark.slow
+def test_a_packed_model_without_drafts_is_served(tmp_path):
+    """It says one token a step. Its projections are in FP8, and a step takes those of a window's x side by side."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "o_groups": 2, "o_lora_rank": 128, "q_lora_rank": 128}
+    config = {**common.small(), **sizes, "head_dim": 128, "qk_rope_head_dim": 16, "num_hidden_layers": 1}
+    config |= {"layer_types": ["sliding_attention"], "dspark_block_size": None, "dspark_target_layer_ids": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    how = {"random": str(tmp_path / "config.json"), "places": 1, "room": 32, "chunk": 16, "page": 16}
+    with serve.served(packed=True, **how) as (server, *_):
+        attention = server.parameters["layers"][0]["attention"]
+        assert server.ahead == 1
+        assert {x for x, w in attention.items() if isinstance(w, PackedMatrix)} == {"wx", "wq_b", "wo_a", "wo_b"}

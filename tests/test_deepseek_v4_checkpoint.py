@@ -169,6 +169,7 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
         assert_close(run(params, tokens)[0], want, 1e-4)
 
 
+@pytest.mark.slow
 def test_packed_projections_of_a_checkpoint(tmp_path):
     """Devices have their heads' tiles, of which nothing is gathered; steps take the parameters joined, too."""
     sizes = {"hidden_size": 128, "head_dim": 64, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 128}

@@ -27,6 +27,9 @@ LIKE_FLASH = {
 }  # fmt: skip
 OF_ATTENTION = {"wq_a", "wq_b", "wkv", "wo_a", "wo_b"}
 KINDS = pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+WINDOW_FIRST = pytest.mark.parametrize(
+    "kind", [0, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (1, 2))], ids=["window", "sparse", "dense"]
+)
 B, S, ROOM = 2, 20, 32
 
 
@@ -90,8 +93,8 @@ def test_a_checkpoint_s_matrices_stay(kind):
     assert_equal(unpacked(got), want)
 
 
-@KINDS
-@pytest.mark.parametrize("is_joined", [False, True], ids=["separate", "joined"])
+@WINDOW_FIRST
+@pytest.mark.parametrize("is_joined", [pytest.param(False, marks=pytest.mark.slow), True], ids=["separate", "joined"])
 def test_a_layer_gives_what_the_unpacked_matrices_give(kind, is_joined):
     layer, plain, packed = both(kind)
     run = jax.jit(functools.partial(prompt_chunk_and_step, layer))
@@ -127,7 +130,7 @@ def test_rounding_to_fp8(kind):
     assert packed_names(again) == packed_names(layer.joined(found))
 
 
-@KINDS
+@WINDOW_FIRST
 def test_a_step_by_definition_gives_it_too(kind):
     """Of several tokens, with implementation="reference" and outside of a program."""
     layer, plain, packed = both(kind)
@@ -139,6 +142,7 @@ def test_a_step_by_definition_gives_it_too(kind):
     assert_equal(step(packed), step(plain))
 
 
+@pytest.mark.slow
 def test_a_layer_of_v41_gives_it_too():
     """Its indexer's query is packed, and wk, which no kernel reads, is not."""
     sources = {"kv_source_layer_ids": [1], "index_source_layer_ids": [1], "candidate_source_layer_id": -1}
@@ -166,6 +170,7 @@ def test_x_has_a_gradient_and_packed_matrices_have_none():
         jax.grad(loss)(packed, gain, hidden(S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_heads_may_be_shared_out(axes):
     layer, plain, _ = both(1)
@@ -184,6 +189,7 @@ def test_heads_may_be_shared_out(axes):
         near(got, want, 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_rounded_and_joined_where_heads_are_shared_out(axes):
     """Devices round their own tiles; a window's layer has what multiplies x in FP8."""

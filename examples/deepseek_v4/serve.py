@@ -27,6 +27,7 @@ from examples.serving import Request, Server
 from examples.serving.request import integer
 
 from . import common
+from .drafts import DSpark
 
 PACKED_D = 512  # of an entry in FP8 or FP4
 
@@ -120,7 +121,7 @@ def served(
     """
     model = common.model_of(checkpoint, drafts=speculate != 0, random=random)
     if speculate is None:
-        speculate = getattr(model, "block", 0)
+        speculate = model.block if isinstance(model, DSpark) else 0
     if kept and (sizes := {layer.d for layer in model.layers}) != {PACKED_D}:
         got, wanted = ", ".join(map(str, sorted(sizes))), f"a model whose entries have {PACKED_D} dimensions"
         raise ValueError(f"--fp8 and --fp4: got head_dim {got}, wanted {wanted}; --random takes a config.json of one")
