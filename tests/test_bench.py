@@ -121,10 +121,12 @@ class TestBench:
         "row", [r for r in SUITES["layer"].rows if isinstance(r, layer.LayerRow)], ids=lambda r: r.name
     )
     def test_work_of_a_layer(self, row):
-        """A layer has three large matrices: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096."""
+        """A layer has three large matrices: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096. Where they
+        are packed, those of a compressor stay in 16 bits.
+        """
         passes, matrices = 3 if row.has_gradient else 1, 3 * 2**25
         assert 1 < row.flops / (2 * passes * row.b * row.s_q * matrices) < 1.9
-        assert 1 < row.bytes / ((1 if row.packed else 2) * passes * matrices) < 1.9
+        assert 1 < row.bytes / ((1 if row.packed else 2) * passes * matrices) < (2.4 if row.packed else 1.9)
 
     @pytest.mark.parametrize("ratio", [0, 4, 128])
     def test_a_long_prompt_by_chunks(self, ratio, small_layers):

@@ -136,10 +136,12 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
     assert f"@dsv4_fmha_{variant.name}(" in call
     assert "scale = 1.250000e-01 : f32" in call
-    assert (f'packing = "{variant.packing}"' in call) == (variant.op == "dsv4_decode")
+    assert ("packing = " in call) == (variant.op == "dsv4_decode" or variant.mode.d_v > 0 and "sparse" in variant.op)
+    assert f'packing = "{variant.packing}"' in call or not variant.packing
+    d_v = variant.mode.d_v or variant.d
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
-    o, lse = f"{row}{variant.d}x{dtype}>", f"{row[:-1]}xf32>"
-    assert re.search(rf"\({o}, {lse}, {row}(\d+)x{variant.d}xf32>, {row}\1xf32>\)", call), call
+    o, lse = f"{row}{d_v}x{dtype}>", f"{row[:-1]}xf32>"
+    assert re.search(rf"\({o}, {lse}, {row}(\d+)x{d_v}xf32>, {row}\1xf32>\)", call), call
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
     for shape, processors, splits in itertools.product(shapes(variant.name), (1, 132), (1, 3)):
         if splits > 1 and not variant.splits:
             continue
-        shape = shape._replace(d=variant.d, splits=splits)
+        shape = shape._replace(d=variant.d, splits=splits, d_v=variant.mode.d_v)
         values = host_values(shape, scale, processors, addresses, variant.sources[0] in PACKED)
         if splits > 1:
             values["lse"] = values["lse_parts"]

@@ -15,7 +15,7 @@ from interpreter.kernels.orders import keys
 from interpreter.machine.handwritten import Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Fault, Misuse, Undefined
 from interpreter.orders.causality import Order, finding
-from interpreter.orders.skeleton import Barrier, Entry, Event, Kind, Skeleton, recorded
+from interpreter.orders.skeleton import Barrier, Entry, Event, Kind, Skeleton, recorded, waited_for
 from interpreter.orders.verdict import verdict
 from interpreter.orders.world import World
 
@@ -97,6 +97,21 @@ def test_causality_finds_what_a_search_of_all_states_finds() -> None:
         elif all(d.kind != "late bytes" for d in Order(x).found):
             assert not same, (x, [d.says for d in Order(x).found])
         seen[same] += 1
+
+
+def test_a_barrier_that_nobody_waits_for_orders_nothing() -> None:
+    """Without it a run ends in every order if it did with it, and warps that arrive there twice do not differ."""
+    rng, seen = random.Random(1), {True: 0, False: 0}
+    while min(seen.values()) < 20:
+        if (x := random_run(rng)) is None or (y := waited_for(x)) is x:
+            continue
+        of, without = World(x), World(y)
+        assert y.left_out and not any(
+            x.barriers[e.barrier].name in y.left_out for _, _, e, _ in y.log if e and e.amount
+        )
+        end = [all(map(world.ended, world.search().ends)) for world in (of, without)]
+        assert end[0] == end[1], x
+        seen[end[0]] += 1
 
 
 # ---- faults that no seed meets

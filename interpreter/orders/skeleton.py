@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class Skeleton:
     issuers: list[tuple[int, str]]  # of operations: the warp, and what they are
     barriers: list[Barrier]
     log: list[Entry]
+    left_out: frozenset[str] = frozenset()
+    """names of barriers that nobody waits for in the run: they order nothing, and no event here is of them"""
 
     @property
     def size(self) -> int:
@@ -86,9 +88,9 @@ def goes_to(program: Program, i: Instruction, index: int) -> bool:
 
 
 class Recorder:
-    """The tape of a machine that has not run. A warp does not go on while it is `held`."""
+    """The tape of a machine that has not run, but for some barriers. A warp does not go on while it is `held`."""
 
-    def __init__(self, machine: Machine):
+    def __init__(self, machine: Machine, left_out: Collection[str] = ()):
         if machine.late:
             raise Misuse("launch control: which CTA does what depends on the order of events")
         code = machine.program.code
@@ -96,7 +98,7 @@ class Recorder:
             if i.opcode.startswith(ASKS) and not any(goes_to(machine.program, x, n) for x in code[n + 1 : n + 4]):
                 says = "asks a barrier, and goes on: what it does then depends on the order of events"
                 raise Misuse(says).at_line(i.line, i.text)
-        self.machine = machine
+        self.machine, self.left_out = machine, left_out
         self.held: Callable[[int], bool] | None = None
         self.actor: Warp | AsyncOp | None = None
         self.numbers: dict[Hashable, int] = {}  # of barriers
@@ -148,7 +150,8 @@ class Recorder:
     def completes(self, bar: Hashable) -> None:
         number = self.number(bar)
         self.done[number] += 1
-        self.skeleton.log.append(Entry(-1, -1, None, number))
+        if self.skeleton.barriers[number].name not in self.left_out:
+            self.skeleton.log.append(Entry(-1, -1, None, number))
 
     def passes(self, bar: Hashable, phase: int | None = None) -> None:
         self.note(Kind.WAITS, bar, 0, self.done[self.number(bar)] - 1 if phase is None else phase)
@@ -174,9 +177,9 @@ class Recorder:
     def note(self, kind: Kind, bar: Hashable, amount: int, phase: int | None = None) -> None:
         number, actor = self.number(bar), self.actor
         assert actor is not None
-        self.add(
-            actor, Event(kind, number, self.done[number] if phase is None else phase, amount, actor.instruction.line)
-        )
+        if self.skeleton.barriers[number].name not in self.left_out:
+            phase = self.done[number] if phase is None else phase
+            self.add(actor, Event(kind, number, phase, amount, actor.instruction.line))
 
     def add(self, actor: Warp | AsyncOp, event: Event) -> None:
         if isinstance(actor, AsyncOp):
@@ -202,4 +205,22 @@ def recorded(machine: Machine) -> Skeleton:
     """Runs a machine that has not run; raises what it finds."""
     tape = Recorder(machine)
     scheduler.run(machine)
-    return tape.skeleton
+    return waited_for(tape.skeleton)
+
+
+def waited_for(x: Skeleton) -> Skeleton:
+    """The same without events at barriers that nobody waits for."""
+    events = [e for of in (*x.warps, *x.operations) for e in of]
+    waited = {e.barrier for e in events if e.kind is Kind.WAITS}
+    if len(waited) == len(x.barriers):
+        return x
+
+    def stays(e: Event | None, barrier: int) -> bool:
+        return barrier in waited or (e is not None and e.kind is Kind.ISSUES)
+
+    def kept(lists: list[list[Event]]) -> list[list[Event]]:
+        return [[e for e in of if stays(e, e.barrier)] for of in lists]
+
+    left_out = frozenset(bar.name for n, bar in enumerate(x.barriers) if n not in waited)
+    log = [entry for entry in x.log if stays(entry.event, entry.barrier)]
+    return replace(x, warps=kept(x.warps), operations=kept(x.operations), log=log, left_out=left_out)

@@ -93,7 +93,7 @@ def replayed(make: Making, skeleton: Skeleton, d: Deviation) -> str | None:
     It is "" if nothing is raised, and None if the order cannot be made to do it.
     """
     machine = make(0)
-    tape, name = Recorder(machine), skeleton.barriers[d.event.barrier].name
+    tape, name = Recorder(machine, skeleton.left_out), skeleton.barriers[d.event.barrier].name
     warps, phases = tape.skeleton.warps, int(d.before[len(skeleton.warps) + d.event.barrier])
     limits = [int(n) for n in d.before[: len(warps)]]
     if d.kind == "early":
