@@ -136,7 +136,7 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
     assert f"@dsv4_fmha_{variant.name}(" in call
     assert "scale = 1.250000e-01 : f32" in call
-    assert ("packing = " in call) == (variant.op == "dsv4_decode" or variant.mode.d_v > 0 and "sparse" in variant.op)
+    assert ("packing = " in call) == (variant.op == "dsv4_decode" or (variant.mode.d_v > 0 and "sparse" in variant.op))
     assert f'packing = "{variant.packing}"' in call or not variant.packing
     d_v = variant.mode.d_v or variant.d
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"

@@ -326,10 +326,7 @@ def rounded(x: jax.Array, layout: str, plain: int = 0) -> jax.Array:
     layout's group.
     """
     how, batch, n = LAYOUTS[layout], x.shape[:-1], x.shape[-1] - plain
-    values = how.decode_groups(*codes_of(x[..., :n], layout)).reshape(*batch, n)
-    if how.decoded == jnp.bfloat16:
-        values = lax.reduce_precision(values, 8, 7)  # which XLA does not leave out
-    values = values.astype(x.dtype)
+    values = how.decode_groups(*codes_of(x[..., :n], layout)).reshape(*batch, n).astype(x.dtype)
     return jnp.concatenate([values, x[..., n:]], -1) if plain else values
 
 
