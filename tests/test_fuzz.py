@@ -136,7 +136,7 @@ def _decode(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
 
 def _latent_step(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     d = x["q"].shape[-1]
-    how = {"d_v": max(1, d * 3 // 4) if how["part"] else d, "sink": x.get("sink"), "q_offset": x.get("offset")}
+    how = {"d_v": max(1, d * 3 // 4) if how.get("part") else d, "sink": x.get("sink"), "q_offset": x.get("offset")}
     cache = Cache(x["window"], x.get("table"))
     return mla_decode(x["q"], cache, x["lengths"], _listed(x), **how, implementation=i)
 
@@ -227,7 +227,7 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
             **sink,
         }
     if op == "mla_decode":
-        cache = {"window": "ned", "table": "bp"} if how["paged"] else {"window": "btd"}
+        cache = {"window": "ned", "table": "bp"} if how.get("paged") else {"window": "btd"}
         return {**Q, **cache, **rows, "lengths": "b", **({"offset": "b"} if how.get("offset") else {}), **sink}
     if op == "merge":
         return {**Q, "lse": "bsh", "q2": "bshd", "lse2": "bsh", **sink}
@@ -536,6 +536,15 @@ KEPT = [
         kinds=("Auto", "Auto"),
         layout=(("b", "data"),),
         x64=True,
+    ),
+    Case(  # outside of jit, on a mesh that is not set
+        "mla_decode",
+        SIZES | {"s": 2},
+        {"indices": True},
+        ("vmap q lengths window",),
+        jit=False,
+        kinds=("Explicit", "Explicit"),
+        layout=(("b", "model"),),
     ),
     Case("merge", SIZES, {"sink": True}, ("vmap sink",), gradient=True, x64=True),
     Case(

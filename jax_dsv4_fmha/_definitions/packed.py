@@ -245,6 +245,10 @@ def _decode_index(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return values.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1]) * scales[..., None]
 
 
+def _decode_v32(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    return lax.reduce_precision(_decode_index(codes, scales), 8, 7)  # as bfloat16, which XLA may not leave out
+
+
 def _encode_e2m1(values: jax.Array, sixth: Callable[[jax.Array], Parts], nan: int) -> Parts:
     """e2m1 codes with the scales that `sixth` makes of each group's greatest magnitude: numbers, and their codes."""
     finite = jnp.isfinite(values).all(-1)
@@ -309,7 +313,7 @@ LAYOUTS = {
     "v4_fp4": Layout(D, 448, 4, 32, (368,), 1, *_MXFP4, order=_SCALES_FIRST),
     "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
     "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, *_NVFP4),
-    "v32_fp8": Layout(D + 64, D, 8, 128, (656,), 1, _encode_v32, _decode_index, 4, order=_SCALES_FIRST),
+    "v32_fp8": Layout(D + 64, D, 8, 128, (656,), 1, _encode_v32, _decode_v32, 4, order=_SCALES_FIRST),
     "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
     "index_fp4": Layout(128, 128, 4, 32, (64, 4), 1, *_MXFP4),
 }

@@ -125,7 +125,7 @@ def _seen(
         slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
     else:
         slots = cache.slots(jnp.where(indices <= position[..., None], indices, -1))
-        count = jnp.where(there, jnp.full_like(position, indices.shape[2]), 0)
+        count = jnp.where(there, 0 * position + indices.shape[2], 0)  # int32 with x64 too
     names = ("cache", "slots", "length")
     how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": indices is None}
     return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
