@@ -232,6 +232,7 @@ def test_packed_experts_are_a_pytree():
     one = jax.tree.map(lambda a: a[1:2], w13)
     assert isinstance(one, PackedExperts) and one.experts == 1
     np.testing.assert_array_equal(one.unpacked()[0], w13.unpacked()[1])
+    np.testing.assert_array_equal(one.unpacked(jnp.bfloat16), one.unpacked().astype(jnp.bfloat16))
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ MORE = (
     ("an indexer to train", "`indexer_loss`, `indexer_scores`, `head_summed_probabilities`"),
     ("parts of attention, over keys that no two share", "`merge`"),
     ("experts with weights in MXFP4", "`pack_experts`, then `fused_moe`"),
+    ("a V4 layer whose projections are to stay in FP8", "`layers.from_state_dict` with `packed=True`"),
     ("a residual of four streams, between two sublayers", "`hyper_connection`"),
 )
 

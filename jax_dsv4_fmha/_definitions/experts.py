@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,8 @@ class PackedExperts:
         """The channels that a product takes."""
         return self.data.shape[2] * SLAB
 
-    def unpacked(self) -> Array:
-        """The matrices in float32, `[e, rows, columns]`, gated ones `[e, 2, rows / 2, columns]`: gates first."""
+    def unpacked(self, dtype: Any = jnp.float32) -> Array:
+        """The matrices `[e, rows, columns]`, gated ones `[e, 2, rows / 2, columns]`: gates first."""
         words = jax.lax.bitcast_convert_type(
             self.data[..., :CODES].reshape(*self.data.shape[:3], *_WORDS, 4), jnp.uint32
         )
@@ -75,7 +76,7 @@ class PackedExperts:
         e, tiles = codes.shape[:2]
         x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP)
         x = (x * scales.reshape(e, tiles, 4, 2, 8, -1, 1)).reshape(e, tiles, 4, 2, 8, self.columns)
-        x = x * self.factor.reshape(-1, 1, 1, 1, 1, 1)
+        x = (x * self.factor.reshape(-1, 1, 1, 1, 1, 1)).astype(dtype)
         if self.gated:
             return x.transpose(0, 3, 1, 2, 4, 5).reshape(e, 2, self.rows // 2, self.columns)
         return x.transpose(0, 1, 2, 4, 3, 5).reshape(e, self.rows, self.columns)
