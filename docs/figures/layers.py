@@ -6,6 +6,7 @@ from .peers import beside
 from .records import (
     DEVICES,
     EXPERTS,
+    FP8_PRODUCTS,
     INDEXER,
     LAYER,
     MODEL,
@@ -220,6 +221,16 @@ def devices() -> str:
     found = DEVICES["devices"]
     where = f"{len(found)} × {found[0]['name']}, {DEVICES['date'][:10]}, jax {DEVICES['versions']['jax']}:"
     return "\n\n".join([where, table("one sequence, or one cache, over two GPUs | one, ms | two, ms | times", rows)])
+
+
+def fp8_steps() -> str:
+    """A step's products, and layers of V4-Flash, from matrices in FP8 beside bfloat16."""
+    rows = []
+    for row in FP8_PRODUCTS["rows"]:
+        rates = row.get("TB/s", {})
+        each = (x for name in ("bf16", "fp8") for x in (f"{row[name]['us']:.1f}", str(rates.get(name, "–"))))
+        rows.append([row["row"].replace(", step after 16384", ""), *each])
+    return table("a step | bfloat16, µs | TB/s | FP8, µs | TB/s", rows)
 
 
 def whole_steps() -> str:

@@ -30,8 +30,8 @@ PROMPTS, MODEL, PRODUCTS, DEVICES = map(load, ("h200_prompt", "h200_model", "h10
 
 
 STEPS, STACKS, ON_H100, WITNESSED = map(load, ("h200_steps", "h200_stacks", "h100_layer", "witnesses"))
-FORMS, CUDNN_FRONTEND, LATENT, WHOLE = map(
-    load, ("blackwell_forms", "h200_cudnn_frontend", "h200_latent", "h200_whole")
+FORMS, CUDNN_FRONTEND, LATENT, WHOLE, FP8_PRODUCTS = map(
+    load, ("blackwell_forms", "h200_cudnn_frontend", "h200_latent", "h200_whole", "h200_fp8_products")
 )
 
 
