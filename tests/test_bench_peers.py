@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import dsv4_attention, dsv4_decode, fmha, lightning_indexer, sparse_fmha
-from jax_dsv4_fmha._bench import SUITES, attention, decode, indexer, measure, outside
+from jax_dsv4_fmha import dsv4_attention, dsv4_decode, fmha, lightning_indexer, mla_decode, sparse_fmha
+from jax_dsv4_fmha._bench import SUITES, attention, decode, indexer, latent, measure, outside
 from jax_dsv4_fmha._bench.attention import FmhaRow, SparseRow, layer
 from jax_dsv4_fmha._bench.cudnn_frontend import cudnn_frontend
 from jax_dsv4_fmha._bench.decode import step
 from jax_dsv4_fmha._bench.flashmla import flashmla
 from jax_dsv4_fmha._bench.indexer import ChoiceRow, TopkRow
+from jax_dsv4_fmha._bench.latent import LatentStepRow
 from jax_dsv4_fmha._bench.measure import Contestant
 from jax_dsv4_fmha._cli import bench, main
 from jax_dsv4_fmha._host import library
@@ -36,6 +37,7 @@ ROWS = {
     "selected keys": SparseRow(b=1, s_q=3, s_kv=256, h_q=64, topk=128),
     "selection of 576": SparseRow(d=576, b=1, s_q=20, s_kv=150, h_q=64, topk=128),
     "selection of 8 heads": SparseRow(d=576, b=1, s_q=20, s_kv=150, h_q=8, topk=128),
+    "step from 656 bytes": LatentStepRow(b=2, s_kv=256, h_q=64, topk=128),
     "dense step": FmhaRow(d=576, b=2, s_q=1, s_kv=128, h_q=64),
     "window": FmhaRow(d=512, b=1, s_q=140, s_kv=140, h_q=64, window=128, has_sink=True),
     "step": STEP,
@@ -85,8 +87,13 @@ def ours(monkeypatch):
     def plain(op):
         return lambda *x, implementation, **choices: op(*x, **choices, implementation="reference")
 
-    for module, op in ((attention, fmha), (attention, sparse_fmha), (attention, dsv4_attention), (decode, dsv4_decode)):
-        monkeypatch.setattr(module, op.__name__, plain(op))
+    for module, ops in (
+        (attention, (fmha, sparse_fmha, dsv4_attention)),
+        (decode, (dsv4_decode,)),
+        (latent, (mla_decode,)),
+    ):
+        for op in ops:
+            monkeypatch.setattr(module, op.__name__, plain(op))
     monkeypatch.setattr(indexer, "lightning_indexer", plain(lightning_indexer))
     topk = lambda scores, start, stop, topk: (jax.lax.top_k(scores, topk)[1], None)  # noqa: E731
     monkeypatch.setattr(indexer, "indexer_topk", topk)
@@ -149,7 +156,7 @@ class TestFlashMLA:
         ]
         assert {row.h_q for row in taken} == {8, 16, 64, 128} and {row.d for row in taken} == {512, 576}
         suites = "dsv4", "window", "decode", "latent"
-        assert [sum(row in SUITES[name].rows for row in taken) for name in suites] == [8, 2, 18, 11]
+        assert [sum(row in SUITES[name].rows for row in taken) for name in suites] == [8, 2, 18, 15]
         assert all(peer.contestant(row, [], None) is None for row in SUITES["layer"].rows)
 
 

@@ -327,7 +327,7 @@ def layer(h_q: int, s_q: int = 4096, **fields: Any) -> LayerRow:
 _OF_LAYER = ("two_pass", "batch_invariant")
 
 
-def _top_k(h_q: int, s_kv: int, topk: int, **fields: Any) -> SparseRow:
+def top_k(h_q: int, s_kv: int, topk: int, **fields: Any) -> SparseRow:
     return SparseRow(b=1, s_q=4096, s_kv=s_kv, h_q=h_q, topk=topk, **fields)
 
 
@@ -341,7 +341,7 @@ SUITES = (
                 for h, k in ((128, 1024), (64, 512), (16, 512))
                 for s_c in (8192, 65536)
             ),
-            *(_top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
+            *(top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
             layer(128, ratio=128, s_c=512, peers=_OF_LAYER),
             *(
                 by_e4m3(layer(h, topk=k, ratio=4, s_c=s_c))
@@ -372,16 +372,6 @@ SUITES = (
         (
             *(window(512, 1, 4096, h, 1, has_sink=True, peers=_BOTH_ORDERS) for h in (128, 64, 16)),
             window(128, 2, 8192, 16, 1),
-        ),
-    ),
-    Suite(
-        "latent",
-        "#7a4b00",
-        (
-            *(_top_k(h, s_kv, 2048, d=576) for h in (128, 64, 16, 8) for s_kv in (8192, 65536)),
-            *(_top_k(h, 8192, 2048) for h in (64, 8)),
-            *(causal(576, 1, 4096, h, 1, peers=()) for h in (128, 16)),
-            FmhaRow(d=576, b=16, s_q=1, s_kv=32768, h_q=128),
         ),
     ),
 )

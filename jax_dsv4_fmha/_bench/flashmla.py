@@ -21,6 +21,7 @@ from .._definitions.span import Span
 from .._dispatch.seen_slots import seen_slots
 from .attention import AttentionRow, E4m3Row, FmhaRow, LayerRow, SparseRow
 from .decode import ChunkRow, DecodeRow
+from .latent import LatentStepRow
 from .measure import Operands
 from .outside import Call, Peer, from_torch, numbers_differ, require, to_torch, torch
 from .row import CallRow
@@ -94,6 +95,8 @@ def takes(row: CallRow) -> CallRow | None:
         case DecodeRow():
             fits = row.topk > 0 and row.caches in ("", "fp8") and not (row.window | row.topk) % (_INDICES // 2)
             return replace(row, caches="fp8") if fits else None
+        case LatentStepRow():
+            return row if not row.topk % _INDICES and row.layout == "v32_fp8" else None
         case LayerRow():
             return row if row.b == 1 and row.topk and not row.page and not (row.window + row.topk) % _INDICES else None
         case SparseRow():
@@ -118,6 +121,8 @@ def _is_dense_step(row: FmhaRow) -> bool:
 def _prepare(package: Any, row: AttentionRow, operands: Operands) -> Call:
     if isinstance(row, DecodeRow):
         return _step(package, row, operands)
+    if isinstance(row, LatentStepRow):
+        return _latent_step(package, row, operands)
     if isinstance(row, FmhaRow) and _is_dense_step(row):
         return _dense_step(package, row, operands)
     x = prompt(row, operands)
@@ -186,6 +191,23 @@ def _step(package: Any, row: DecodeRow, operands: Operands) -> Call:
         attn_sink=to_torch(operands["sink"]),
         extra_k_cache=far,
         extra_indices_in_kvcache=far_slots,
+    )
+
+
+def _latent_step(package: Any, row: LatentStepRow, operands: Operands) -> Call:
+    cache = operands["cache"]
+    schedule, _ = package.get_mla_metadata()
+    return functools.partial(
+        package.flash_mla_with_kvcache,
+        to_torch(operands["q"]),
+        to_torch(cache.entries).reshape(-1, _PAGE, 1, LAYOUTS[row.layout].entry),
+        None,
+        None,
+        row.d_v,
+        schedule,
+        softmax_scale=row.d**-0.5,
+        is_fp8_kvcache=True,
+        indices=to_torch(cache.slots(operands["indices"])),
     )
 
 

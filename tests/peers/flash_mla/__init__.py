@@ -71,17 +71,21 @@ def flash_mla_with_kvcache(
         o, lse = attention(q[:, 0], keys, seen, np.full(h, -np.inf), softmax_scale)
         return o[:, None, :, :512], lse[..., None]
     assert is_fp8_kvcache and block_table is None and cache_seqlens is None
-    keys, seen = [], []
-    for pages, slots in ((k_cache, indices), (extra_k_cache, extra_indices_in_kvcache)):
+    keys, seen, size = [], [], {512: 584, 576: 656}[d]
+    caches = (k_cache, indices), (extra_k_cache, extra_indices_in_kvcache)
+    for pages, slots in caches if d == 512 else caches[:1]:
         pages, slots = array(pages), np.asarray(array(slots))
-        assert pages.dtype == jnp.uint8 and pages.shape[2:] == (1, 584) and slots.shape[:2] == (b, s)
+        assert pages.dtype == jnp.uint8 and pages.shape[2:] == (1, size) and slots.shape[:2] == (b, s)
         assert slots.shape[2] % 64 == 0 and h in (64, 128)
         seen.append((slots >= 0).reshape(b * s, -1))
-        keys.append(entries(np.asarray(pages))[np.where(slots >= 0, slots, 0).reshape(b * s, -1)])
-    o, lse = attention(
-        q.reshape(b * s, h, d), np.concatenate(keys, 1), np.concatenate(seen, 1), array(attn_sink), softmax_scale
-    )
-    return o.reshape(b, s, h, d), lse.reshape(b, s, h).swapaxes(1, 2)
+        keys.append(
+            (entries if d == 512 else entries_of_576)(np.asarray(pages))[
+                np.where(slots >= 0, slots, 0).reshape(b * s, -1)
+            ]
+        )
+    sink = np.full(h, -np.inf) if attn_sink is None else array(attn_sink)
+    o, lse = attention(q.reshape(b * s, h, d), np.concatenate(keys, 1), np.concatenate(seen, 1), sink, softmax_scale)
+    return o.reshape(b, s, h, d)[..., :512], lse.reshape(b, s, h).swapaxes(1, 2)
 
 
 def entries(pages):
@@ -93,3 +97,12 @@ def entries(pages):
     values = codes * np.exp2(scales.astype(np.float32) - 127)[..., None]
     rope = rows[..., 448:].copy().view(jnp.bfloat16).astype(np.float32)
     return np.concatenate([values.reshape(count, n, 448), rope], -1).reshape(count * n, 512)
+
+
+def entries_of_576(pages):
+    """float32 `[pages * n, 576]` of uint8 `[pages, n, 1, 656]`: an entry's 512 codes, 4 scales in float32, and 64."""
+    rows = pages.reshape(-1, 656)
+    codes = rows[:, :512].copy().view(jnp.float8_e4m3fn).astype(np.float32).reshape(-1, 4, 128)
+    values = (codes * rows[:, 512:528].copy().view(np.float32)[..., None]).reshape(-1, 512)
+    rope = rows[:, 528:].copy().view(jnp.bfloat16).astype(np.float32)
+    return np.concatenate([values.astype(jnp.bfloat16).astype(np.float32), rope], -1)
