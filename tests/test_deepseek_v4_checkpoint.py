@@ -210,10 +210,11 @@ def test_checkpoint(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
     jax.tree.map(np.testing.assert_array_equal, whole, packed.whole(kept, jnp.float32))
     assert_close(logits, model_float64.logits(model.model, jax.device_get(whole), tokens[0]), 1e-4)
-    for name, bits in (("w13", 4), ("w2", 4), ("shared13", 8), ("shared2", 8)):
+    for name, bits in (("w13", 4), ("w2", 4)):
         x, y = (params["layers"][1]["moe"][name] for params in (kept, parts))
         assert x.codes.nbytes * 8 == bits * y.size and x.scales.nbytes * 8 <= y.size  # blocks of 8 at least, here
         assert common.gib(x) < 0.3 * common.gib(y)
+    assert isinstance(kept["layers"][1]["moe"]["shared13"], jax.Array)  # which each step would unpack
     w13 = parts["layers"][1]["moe"]["w13"]
     assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
     kept_whole = {name for name, w in kept["layers"][1]["attention"].items() if isinstance(w, PackedMatrix)}

@@ -34,7 +34,7 @@ from jax_dsv4_fmha.layers import zigzag as zigzagged
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, products
-from .packed import Packed, in_file, whole
+from .packed import Packed, in_file
 from .sinkhorn import doubly_stochastic
 
 SPLIT = ("tensor", "expert")
@@ -379,8 +379,8 @@ class Model:
                 return jax.lax.psum(self.of_experts(*of_weights, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
 
         y = of_experts(p["w13"], p["w2"], x, weights, chosen)
-        w13, w2 = whole((p["shared13"], p["shared2"]), x.dtype)
-        return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, w13)) @ w2, load
+        shared = self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, p["shared13"])) @ p["shared2"]
+        return y + shared, load
 
     def routed(
         self, gate: jax.Array, routing: jax.Array, x: jax.Array, tokens: jax.Array

@@ -28,8 +28,8 @@ from .packed import Packed, in_file, unpacked
 
 OTHERS = r"vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
 """of what reads pictures"""
-STAY = re.compile(r".*(experts\.|\.engram\.wkv\.|\.main_proj\.)")
-"""matrices that the model takes packed"""
+STAY = re.compile(r".*(\.experts\.|\.engram\.wkv\.|\.main_proj\.)")
+"""matrices that the model takes packed; a shared expert is not, since each step would unpack it"""
 ROUTED = re.compile(r".*\.ffn\.experts\.")
 MXFP4 = (1, 32)
 """the block of a scale, which is a power of two"""
