@@ -1,5 +1,5 @@
-// The calls of attention, over the keys of one or more sources -> o like q or as wide as values, lse f32 [b, s_q, h_q]. The sink is part of
-// o, never of lse.
+// The calls of attention, over the keys of one or more sources -> o like q, as wide as values are, and lse f32
+// [b, s_q, h_q]. The sink is part of o, never of lse.
 //
 // Two more results say whether the keys of a row are split: o_parts f32 [n, s_q, h_q, splits, d] and lse_parts f32
 // [n, s_q, h_q, splits] hold the partial results of the last n sequences, which a second kernel merges.  The keys of the

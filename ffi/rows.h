@@ -11,8 +11,8 @@
 
 namespace dsv4_fmha {
 
-// q [b, s_q, h_q, d] of a TensorMapDataType, and o [b, s_q, h_q, d_v].  The keys of a tile of rows are split into `splits`
-// parts.
+// q [b, s_q, h_q, d] of a TensorMapDataType, and o [b, s_q, h_q, d_v].  The keys of a tile of rows are split into
+// `splits` parts.
 struct RowShape {
   int64_t b, s_q, h_q, h_kv, d, d_v, splits, type;
 };

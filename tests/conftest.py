@@ -327,6 +327,17 @@ def hopper(monkeypatch):
 
 
 @pytest.fixture
+def on_hopper(monkeypatch):
+    """As if this process compiled for a Hopper, with every kernel built."""
+    jax.clear_caches()
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def no_gpu(monkeypatch, request):
     """Behaves as if there were no GPU, except for a test that is marked gpu."""
     if request.node.get_closest_marker("gpu") is None:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Span, explain, fmha, merge, reference, sparse_fmha
-from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing import float64
 from jax_dsv4_fmha._testing.compare import FP32
-from tests.helpers import assert_right, every_kernel, normal
+from tests.helpers import assert_right, normal
 
 B, S_Q, S_KV, H, D, D_V, TOPK = 2, 5, 20, 4, 24, 16, 8
 Q, K, SINK = normal(0, B, S_Q, H, D), normal(1, B, S_KV, 2, D), normal(2, H)
@@ -127,16 +126,6 @@ def test_vmap_and_its_gradient(name):
     assert_same(one, both, 1e-4)
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(library, "variants", every_kernel)
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    yield
-    jax.clear_caches()
-
-
 def of_width(d, d_v, **how):
     q, kv = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((1, 4, 64, d), (1, 16, d)))
     i = jax.ShapeDtypeStruct((1, 4, 8), jnp.int32)
@@ -148,7 +137,7 @@ def of_width(d, d_v, **how):
 
 @pytest.mark.parametrize(("d", "d_v"), [(576, 448), (512, 448), (128, 64)])
 @pytest.mark.parametrize("name", ["span", "selection"])
-def test_no_kernel_has_a_part_of_k_as_v(hopper, name, d, d_v):
+def test_no_kernel_has_a_part_of_k_as_v(on_hopper, name, d, d_v):
     """Kernels of that d take all of K."""
     f, x = of_width(d, d_v)[name]
     (decision,) = explain(f, *x)
@@ -165,7 +154,7 @@ def test_no_kernel_has_a_part_of_k_as_v(hopper, name, d, d_v):
 
 @pytest.mark.parametrize("how", [{}, {"batch_invariant": True}, {"implementation": "cubin"}], ids=str)
 @pytest.mark.parametrize("name", ["span", "selection"])
-def test_kernels_take_latents_of_576(hopper, name, how):
+def test_kernels_take_latents_of_576(on_hopper, name, how):
     f, x = of_width(576, 512, **how)[name]
     (decision,) = explain(f, *x)
     assert decision.implementation == "kernel", decision
@@ -175,7 +164,7 @@ def test_kernels_take_latents_of_576(hopper, name, how):
     assert ("mla_span_fwd_v512" if name == "span" else "mla_sparse_fwd_v512") in text
 
 
-def test_deterministic_gradients(hopper):
+def test_deterministic_gradients(on_hopper):
     """As elsewhere where there is no kernel: of selections XLA adds in no fixed order, of spans in one."""
     how = {"deterministic": True}
     for name, is_error in (("span", False), ("selection", True)):

@@ -12,9 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jax_dsv4_fmha import explain
-from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import Indexer, LatentAttention, LayerCache, Rope, Shared, from_state_dict, to_state_dict
-from tests.helpers import assert_in_place, every_kernel, normal
+from tests.helpers import assert_in_place, normal
 from tests.transformed import mesh_of
 
 M, H, S = 32, 4, 14
@@ -277,11 +276,7 @@ def test_index_keys_in_pages_that_no_kernel_takes_stay_in_bfloat16(caplog):
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse"])
-def test_a_step_over_packed_pages_runs_on_kernels(name, monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(library, "variants", every_kernel)
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_a_step_over_packed_pages_runs_on_kernels(name, on_hopper):
     layer, params = of_packed(name)
     cache = layer.cache(2, 128, FP8, block_table=jnp.array([[3, 0], [1, 2]]))
     x = jnp.zeros((2, 1, 64), jnp.bfloat16)
@@ -289,7 +284,6 @@ def test_a_step_over_packed_pages_runs_on_kernels(name, monkeypatch):
     chooses = {"lightning_indexer": "kernel"} if name == "sparse" else {}
     assert {d.op: d.implementation for d in found if d.op != "rope"} == {"mla_decode": "kernel", **chooses}
     assert any("v32_fp8 caches" in d.reason for d in found)
-    jax.clear_caches()
 
 
 def test_bfloat16():
@@ -301,11 +295,7 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("name", ["V3", "V32", "K2", "GLM"])
-def test_kernels_serve_published_sizes(name, monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(library, "variants", every_kernel)
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+def test_kernels_serve_published_sizes(name, on_hopper):
     config = globals()[name] | {"hidden_size": 64, "q_lora_rank": 32}
     layer = LatentAttention.from_config(config, layer=0)
     x = jax.ShapeDtypeStruct((1, 64, 64), jnp.bfloat16)
@@ -313,7 +303,6 @@ def test_kernels_serve_published_sizes(name, monkeypatch):
     found = {d.op: d.implementation for d in explain(layer, params, x) if d.op != "rope"}
     ops = ["fmha"] if name in ("V3", "K2") else ["lightning_indexer", "sparse_fmha"]
     assert found == dict.fromkeys(ops, "kernel")
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("order", [{}, {"halves": True}, {"index_halves": True, "index_rope_first": True}])

@@ -12,10 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, Span, dequantize_cache, explain, fmha, mla_decode, quantize_cache, sparse_fmha
-from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing.attention import LatentStepCase, run, run_into, run_reference
+from jax_dsv4_fmha._testing.attention import LatentStepCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from tests.helpers import assert_right, collectives, every_kernel, normal
+from tests.helpers import assert_right, assert_right_twice, collectives, normal
 
 STEPS = [case for case in CASES if case.op == LatentStepCase.op]
 B, S_Q, H, D, D_V, PAGE = 2, 3, 4, 24, 16, 3
@@ -232,16 +231,6 @@ def test_export_of_any_batch_and_cache(kind):
 # ---- which kernels
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    jax.clear_caches()
-    monkeypatch.setattr(library, "variants", every_kernel)
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    yield
-    jax.clear_caches()
-
-
 def shapes(kind, d=576, h=64, b=2, s_q=2):
     layout = kind.split()[-1] if "_fp8" in kind else None
     table = None if kind.startswith("contiguous") else jax.ShapeDtypeStruct((b, 4), jnp.int32)
@@ -267,7 +256,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kind, d, chosen", KERNELS)
-def test_kernels(hopper, kind, d, chosen):
+def test_kernels(on_hopper, kind, d, chosen):
     """One launch that attends, by its name and packing; `explain` names it; no copy of a cache."""
     q, cache, lengths, indices = shapes(kind, d)
     f = functools.partial(mla_decode, implementation="cubin")
@@ -295,7 +284,7 @@ def test_kernels(hopper, kind, d, chosen):
         ("paged v4_fp8", 512, 448, "no kernel takes bfloat16, d=512, d_v=448, v4_fp8 caches"),
     ],
 )
-def test_where_there_is_no_kernel(hopper, kind, d, d_v, words):
+def test_where_there_is_no_kernel(on_hopper, kind, d, d_v, words):
     q, cache, lengths, _ = shapes(kind, d)
     (decision,) = explain(functools.partial(mla_decode, d_v=d_v), q, cache, lengths)
     assert decision.implementation == "reference" and words in decision.reason
@@ -305,7 +294,7 @@ def test_where_there_is_no_kernel(hopper, kind, d, d_v, words):
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "paged v32_fp8"])
-def test_batch_invariant_calls_ask_for_the_canonical_order(hopper, kind):
+def test_batch_invariant_calls_ask_for_the_canonical_order(on_hopper, kind):
     q, cache, lengths, indices = shapes(kind)
     f = functools.partial(mla_decode, batch_invariant=True)
     text = jax.jit(f).trace(q, cache, lengths, indices).lower(lowering_platforms=("cuda",)).as_text()
@@ -367,11 +356,7 @@ def test_cases_hold_what_the_issue_asks_for():
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.id)
 def test_kernel(case):
-    """Right, the same bits in the second run, and every element written."""
-    got, again = run_into(case, (0.0, np.nan), implementation="cubin")
-    assert_right(got, run_reference(case))
-    for x, y in zip(got, again, strict=True):
-        np.testing.assert_array_equal(*(np.asarray(z).view(f"u{z.dtype.itemsize}") for z in (x, y)))
+    assert_right_twice(case)
 
 
 @pytest.mark.gpu

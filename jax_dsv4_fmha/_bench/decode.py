@@ -19,7 +19,7 @@ from .attention import AttentionRow, FmhaRow, layer
 from .measure import Contestant, Operands, Times, compiled, under_graphs
 from .row import CallRow, Row, Suite
 
-_PAGE = 64
+PAGE = 64
 _ENTRIES = 16384  # of the compressed cache, for each sequence
 _CACHES = {
     "": (None, None),
@@ -39,7 +39,7 @@ class DecodeRow(AttentionRow):
     ratio: int
     topk: int = 0
     window: int = 128
-    page: int = _PAGE
+    page: int = PAGE
     caches: str = ""  # a key of _CACHES
 
     @property
@@ -256,7 +256,7 @@ def _dense(caches: str) -> DecodeRow:
 
 def _chunk(s_q: int, h_q: int, topk: int) -> Row:
     """A chunk of a prompt, whose compressed entries are in pages."""
-    return layer(h_q, s_q, topk=topk, ratio=4, s_c=16384, page=_PAGE, peers=("contiguous",))
+    return layer(h_q, s_q, topk=topk, ratio=4, s_c=16384, page=PAGE, peers=("contiguous",))
 
 
 SUITE = Suite(

@@ -20,7 +20,7 @@ from .._definitions.packed import LAYOUTS, V4_FP8
 from .._definitions.span import Span
 from .._dispatch.seen_slots import seen_slots
 from .attention import AttentionRow, E4m3Row, FmhaRow, LayerRow, SparseRow
-from .decode import ChunkRow, DecodeRow
+from .decode import PAGE, ChunkRow, DecodeRow
 from .latent import LatentStepRow
 from .measure import Operands
 from .outside import Call, Peer, from_torch, numbers_differ, require, to_torch, torch
@@ -28,7 +28,6 @@ from .row import CallRow
 
 _HEADS = (64, 128)
 _INDICES = 128  # a list's length is a multiple of this
-_PAGE = 64  # keys of a page of a dense step
 _PACKAGE = "flash_mla"
 
 
@@ -115,7 +114,7 @@ def _differs(theirs: Any, ours: Any) -> float:
 
 
 def _is_dense_step(row: FmhaRow) -> bool:
-    return row.d == 576 and row.s_q == 1 and row.span is None and not row.has_sink and not row.s_kv % _PAGE
+    return row.d == 576 and row.s_q == 1 and row.span is None and not row.has_sink and not row.s_kv % PAGE
 
 
 def _prepare(package: Any, row: AttentionRow, operands: Operands) -> Call:
@@ -195,36 +194,32 @@ def _step(package: Any, row: DecodeRow, operands: Operands) -> Call:
 
 
 def _latent_step(package: Any, row: LatentStepRow, operands: Operands) -> Call:
+    """The chosen entries of each query, from the same bytes."""
     cache = operands["cache"]
-    schedule, _ = package.get_mla_metadata()
-    return functools.partial(
-        package.flash_mla_with_kvcache,
-        to_torch(operands["q"]),
-        to_torch(cache.entries).reshape(-1, _PAGE, 1, LAYOUTS[row.layout].entry),
-        None,
-        None,
-        row.d_v,
-        schedule,
-        softmax_scale=row.d**-0.5,
-        is_fp8_kvcache=True,
-        indices=to_torch(cache.slots(operands["indices"])),
-    )
+    seen = {"indices": to_torch(cache.slots(operands["indices"])), "is_fp8_kvcache": True}
+    pages = to_torch(cache.entries).reshape(-1, PAGE, 1, LAYOUTS[row.layout].entry)
+    return _over_latents(package, row, operands["q"], pages, None, None, **seen)
 
 
 def _dense_step(package: Any, row: FmhaRow, operands: Operands) -> Call:
     """One query of each sequence, which sees all of its keys, in pages that lie in order."""
-    pages = row.s_kv // _PAGE
-    table = jnp.arange(row.b * pages, dtype=jnp.int32).reshape(row.b, pages)
+    n = row.s_kv // PAGE
+    table = jnp.arange(row.b * n, dtype=jnp.int32).reshape(row.b, n)
+    pages = to_torch(operands["k"]).reshape(-1, PAGE, 1, row.d)
+    return _over_latents(package, row, operands["q"], pages, table, jnp.full(row.b, row.s_kv, jnp.int32))
+
+
+def _over_latents(
+    package: Any, row: AttentionRow, q: jax.Array, pages: Any, table: Any, lengths: Any, **seen: Any
+) -> Call:
+    """A step over one cache, whose schedule its first call makes."""
     schedule, _ = package.get_mla_metadata()
+    given = (None if x is None else to_torch(x) for x in (table, lengths))
     return functools.partial(
         package.flash_mla_with_kvcache,
-        to_torch(operands["q"]),
-        to_torch(operands["k"]).reshape(-1, _PAGE, 1, row.d),
-        to_torch(table),
-        to_torch(jnp.full(row.b, row.s_kv, jnp.int32)),
-        row.d_v,
-        schedule,
+        *(to_torch(q), pages, *given, row.d_v, schedule),
         softmax_scale=row.d**-0.5,
+        **seen,
     )
 
 

@@ -10,11 +10,9 @@ from .._definitions.cache import Cache
 from .._definitions.packed import LAYOUTS, quantize_cache
 from .._ops.mla_decode import mla_decode
 from .attention import AttentionRow, FmhaRow, causal, top_k
-from .decode import permutations
+from .decode import PAGE, permutations
 from .measure import Operands
 from .row import Suite
-
-_PAGE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +46,9 @@ class LatentStepRow(AttentionRow):
 
     def operands(self, key: jax.Array) -> Operands:
         """Sequences that fill their pages, which are in random order, and positions that are random permutations."""
-        keys, pages = iter(jax.random.split(key, 5)), self.s_kv // _PAGE
+        keys, pages = iter(jax.random.split(key, 5)), self.s_kv // PAGE
         table = jax.random.permutation(next(keys), self.b * pages).astype(jnp.int32).reshape(self.b, pages)
-        some = lambda key: quantize_cache(jax.random.normal(key, (_PAGE, self.d), self.dtype), self.layout)  # noqa: E731
+        some = lambda key: quantize_cache(jax.random.normal(key, (PAGE, self.d), self.dtype), self.layout)  # noqa: E731
         held = jax.lax.map(some, jax.random.split(next(keys), self.b * pages), batch_size=256)
         return {
             "q": self.normal(keys, self.b, self.s_q, self.h_q, self.d),
