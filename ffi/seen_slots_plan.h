@@ -37,14 +37,15 @@ inline std::string CheckPool(const char* name, const PoolShape& x, int64_t b) {
 // For CTAs that have tile_n numbers of one query, of one of its caches. Returns why it cannot plan the launch: empty on success.
 inline std::string PlanSeenSlots(const SeenSlotsShape& x, int32_t tile_n, const SeenSlotsAddresses& at,
                                  Plan<SeenSlotsArguments>* plan) {
-  for (auto [name, extent] : {std::pair{"b", x.b}, {"s_q", x.s_q}, {"window", x.window}}) {
+  for (auto [name, extent] : {std::pair{"b", x.b}, {"s_q", x.s_q}, {"window + n_far", x.window + x.n_far}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
-  if (std::string error = CheckPool("window_table", x.of_window, x.b); !error.empty()) return error;
+  if (x.window > 0) {
+    if (std::string error = CheckPool("window_table", x.of_window, x.b); !error.empty()) return error;
+  }
   if (x.n_far > 0) {
     if (std::string error = CheckPool("table", x.compressed, x.b); !error.empty()) return error;
   }
-  if (x.window > kMaxExtent - x.n_far) return TooLarge("window + n_far", x.window + x.n_far, kMaxExtent);
   const int64_t ctas = CeilDiv(x.window, tile_n) + CeilDiv(x.n_far, tile_n);
   if (x.b > kMaxExtent / x.s_q || x.b * x.s_q > kMaxExtent / ctas) {
     return TooLarge("b * s_q", x.b * x.s_q, kMaxExtent / ctas);

@@ -257,18 +257,22 @@ KERNELS = {
 
 @pytest.mark.parametrize("kind, d, chosen", KERNELS)
 def test_kernels(on_hopper, kind, d, chosen):
-    """One launch that attends, by its name and packing; `explain` names it; no copy of a cache."""
+    """One launch that attends, by its name and packing, after one that finds chosen entries; `explain` names them; no
+    copy of a cache.
+    """
     q, cache, lengths, indices = shapes(kind, d)
     f = functools.partial(mla_decode, implementation="cubin")
     x = (q, cache, lengths) if chosen == "all" else (q, cache, lengths, indices)
     name, packing = KERNELS[kind, d, chosen]
-    (decision,) = explain(f, *x)
+    finds = [] if chosen == "all" else ["seen_slots"]
+    *found, decision = explain(f, *x)
+    assert [x.op for x in found if x.implementation == "kernel"] == finds
     assert decision.implementation == "kernel" and decision.reason.startswith(name), decision
     assert ("v32_fp8 caches" in decision.reason) == ("v32" in kind) and ("d_v=512" in decision.reason) == (d == 576)
     is_list = chosen == "all" and kind != "contiguous"
     assert ("all slots of a cache as indices" in decision.reason) == is_list
     text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == [name]
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == [*finds, name]
     assert re.findall(r'packing = "(\w*)"', text) == ([] if packing is None else [packing])
     kinds = "broadcast_in_dim|gather|concatenate|pad|select|dynamic_slice"
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):
@@ -298,7 +302,7 @@ def test_batch_invariant_calls_ask_for_the_canonical_order(on_hopper, kind):
     q, cache, lengths, indices = shapes(kind)
     f = functools.partial(mla_decode, batch_invariant=True)
     text = jax.jit(f).trace(q, cache, lengths, indices).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["mla_sparse_fwd_v512"]
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["seen_slots", "mla_sparse_fwd_v512"]
     assert "order = 2" in text
 
 

@@ -35,6 +35,10 @@ CASES = {
         "s_q": 2, "window": 9, "of_window": Pool(11, stride=11), "compressed": Pool(30, stride=33), "ratio": 4,
         "topk": 7, "first": (35, -2, 1, 18),
     },
+    "no window": {
+        "s_q": 2, "window": 0, "of_window": Pool(1), "compressed": PAGED, "ratio": 1, "topk": 140,
+        "first": (35, -2, 1, 18),
+    },
     "new tokens of different numbers": {
         "s_q": 3, "window": 9, "of_window": RING, "compressed": PAGED, "ratio": 4, "topk": 6, "first": (34, 0, 2, -5),
     },
@@ -118,6 +122,11 @@ def test_a_fault_in_the_kernel_is_found(fault):
 def test_the_launch_refuses(pool, says):
     with pytest.raises(ValueError, match=says):
         run(replace(problem("a window alone"), of_window=pool))
+
+
+def test_the_launch_refuses_to_find_nothing():
+    with pytest.raises(ValueError, match=r"window \+ n_far is 0"):
+        run(replace(problem("a window alone"), window=0))
 
 
 @pytest.mark.gpu

@@ -37,10 +37,9 @@ def seen_slots(
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     pools = [cache.pages for cache in caches] + [Pages()] * (2 - len(caches))
     tables = [_none(lengths, 0) if cache.block_table is None else cache.block_table for cache in caches]
-    is_last = q_offset is None and isinstance(s_q, int) and s_q == 1
     operands = (
         given,
-        _none(lengths, 1, 0) if is_last else position[..., None],
+        _none(lengths, 1, 0) if _is_last(s_q, q_offset) else position[..., None],
         *[*tables, _none(lengths, 0)][:2],
         _none(lengths, s_q, 0) if indices is None else indices,
         _none(lengths, s_q, 0),  # all indices count
@@ -58,6 +57,38 @@ def seen_slots(
     seen, of_far = _run(operands, sizes, with_kernel)
     near = _source("window", window_cache, *(seen if is_causal else of_window))
     return [near] if compressed_cache is None else [near, _source("compressed", compressed_cache, *of_far)]
+
+
+def chosen_slots(
+    cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset: jax.Array | None, names: tuple[str, str, str]
+) -> SelectionSource:
+    """The entries of one cache that the queries of `mla_decode` choose, as slots of its pool: those that are not after
+    a query's position.
+    """
+    s_q = indices.shape[1]
+    first = (jnp.maximum(lengths, 0) - s_q if q_offset is None else q_offset)[:, None]
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
+    operands = (
+        lengths,
+        _none(lengths, 1, 0) if _is_last(s_q, q_offset) else position[..., None],
+        _none(lengths, 0),  # no window
+        _none(lengths, 0) if cache.block_table is None else cache.block_table,
+        indices,
+        _none(lengths, s_q, 0),
+    )
+    sizes = {
+        "window": 0,
+        "far": indices.shape[2],
+        "ratio": 1,
+        **{f"window_{n}": x for n, x in Pages()._asdict().items()},
+    }
+    _, (slots, count) = _run(operands, sizes | cache.pages._asdict(), True)
+    return SelectionSource(cache.pool(), slots, count, names, "cache_rows", cache.layout)
+
+
+def _is_last(s_q: Any, q_offset: jax.Array | None) -> bool:
+    """True if queries are the last tokens of their sequences, one each."""
+    return q_offset is None and isinstance(s_q, int) and s_q == 1
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "operands"), meta_fields=("sizes", "layouts"))

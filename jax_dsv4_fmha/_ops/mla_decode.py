@@ -1,5 +1,6 @@
 """One step of generation over one cache of latents: a few new queries for each sequence."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.attend import attend
 from .._dispatch.modes import canonical_order
+from .._dispatch.seen_slots import chosen_slots
 from .._dispatch.sources import SelectionSource, SpanSource
 
 
@@ -112,20 +114,18 @@ def _seen(
     cache: Cache, s_q: Any, lengths: jax.Array, indices: jax.Array | None, q_offset: jax.Array | None, d_v: int | None
 ) -> SpanSource | SelectionSource:
     """The entries that each query sees."""
+    names = ("cache", "slots", "length")
+    if indices is not None:
+        return dataclasses.replace(chosen_slots(cache, lengths, indices, q_offset, names), d_v=d_v)
     lengths = jnp.maximum(lengths, 0)[:, None]  # otherwise a subtraction might wrap around
     first = lengths - s_q if q_offset is None else q_offset[:, None]
     position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
     there = (position >= 0) & (position < lengths)
     count = jnp.where(there, jnp.minimum(position + 1, cache.capacity), 0)
-    if indices is None and cache.block_table is None and not cache.is_packed:
+    if cache.block_table is None and not cache.is_packed:
         names = ("cache", "start", "stop")
         return SpanSource(cache.entries, 0 * count, count, None, names, "cache_rows", from_first=True, d_v=d_v)
-    if indices is None:
-        entries = 0 * lengths + jnp.arange(cache.capacity, dtype=jnp.int32)[None]
-        slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
-    else:
-        slots = cache.slots(jnp.where(indices <= position[..., None], indices, -1))
-        count = jnp.where(there, 0 * position + indices.shape[2], 0)  # int32 with x64 too
-    names = ("cache", "slots", "length")
-    how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": indices is None}
+    entries = 0 * lengths + jnp.arange(cache.capacity, dtype=jnp.int32)[None]
+    slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
+    how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": True}
     return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
