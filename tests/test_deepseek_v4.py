@@ -28,7 +28,9 @@ from examples.deepseek_v4 import (
     engram,
     load,
     metrics,
+    mfu,
     packed,
+    parts,
     serve,
     speed,
     stand_in,
@@ -227,6 +229,27 @@ def test_options_of_xla():
             whole.option_of(text)
 
 
+def test_parts_of_a_program():
+    """The innermost scope of an operation, forward or backward; else whether it is a product."""
+    paths = {
+        "dot.1": "jit(step)/transpose(jvp(moe))/while/body/dot_general",
+        "fusion.2": "jit(step)/connections/norm/mul",
+        "dot.3": "jit(step)/jvp(bsm,mn->bsn)/dot_general",
+        "add.4": "jit(step)/layers/attention_norm/add",
+    }
+    text = "\n".join(f'  %{name} = f32[2]{{0}} f(%x), metadata={{op_name="{path}"}}' for name, path in paths.items())
+    assert parts.by_operation(text) == {"dot.1": "moe", "fusion.2": "norm", "dot.3": "products", "add.4": "rest"}
+
+
+@pytest.mark.slow
+def test_mfu(tmp_path, capsys):
+    """Two devices train the first layers of a model: a row, and its lines."""
+    file = tmp_path / "mfu.json"
+    row = mfu.main(config=common.small(), layers=3, experts=4, s=64, calls=1, expert=2, data=1, file=str(file))
+    assert json.loads(file.read_text()) == row and row["devices"] == 2 and row["mfu"] is None
+    assert row["tokens/s"] == pytest.approx(128e3 / row["ms"]) and "GiB of state" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_whole(tmp_path, capsys):
     """Over two devices: a row for each piece of work, of parameters whose experts lie apart."""
@@ -245,7 +268,7 @@ def test_whole(tmp_path, capsys):
         params = common.parameters_of(model, None, mesh, jnp.float32, packed=True)
         params = model.joined(params)
         text = whole.program(model, params, mesh, speed.Work(32, 1, 1), jnp.dtype("float32"))[0].as_text()
-    assert {"attention", "moe", "connections", "rest"} <= set(whole.parts_by_operation(text).values())
+    assert {"attention", "products", "moe", "connections", "head"} <= set(parts.by_operation(text).values())
     wanted = stand_in.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
     found = stand_in.thinned(packed.whole(params, jnp.float32))
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)

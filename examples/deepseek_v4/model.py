@@ -316,6 +316,7 @@ class Model:
         y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
+    @jax.named_scope("head")
     def logits(self, params: Any, streams: "Streams") -> jax.Array:
         """float32 `[b, s, vocabulary]`."""
         x = self.last(params, streams)

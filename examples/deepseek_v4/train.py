@@ -123,7 +123,8 @@ def losses(
         loads.append(load)
         recalls += recalled
     weights = has_following / jnp.maximum(count, 1)
-    of_tokens = head.loss(model.last(others, x), learned["head"], following, weights)
+    with jax.named_scope("head"):
+        of_tokens = head.loss(model.last(others, x), learned["head"], following, weights)
     return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads), jnp.array(recalls), length)
 
 
@@ -181,15 +182,19 @@ class Trainer:
             gradient = jax.grad(loss, has_aux=True)
             gradient, (of_tokens, of_indexers, loads, recalls, length) = gradient(state.learned, state.fixed, *batch)
             gradient = jax.tree.map(lambda x, learns: x if learns else jnp.zeros_like(x), gradient, learns)
-            updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
+            with jax.named_scope("optimizer"):
+                updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
+                learned = optax.apply_updates(state.learned, updates)
             routing = [  # a bias rises where an expert has fewer tokens than the mean
                 r if r.ndim == 2 else r + speed * jnp.sign(load.mean() - load)
                 for r, load in zip(state.fixed["routing"], loads, strict=True)
             ]
             fixed = {**state.fixed, "routing": routing}
             load = loads.max(1) / loads.mean(1)
-            numbers = Step(of_tokens, of_indexers, optax.tree.norm(gradient), load, recalls, length)
-            return State(optax.apply_updates(state.learned, updates), fixed, moments), numbers
+            with jax.named_scope("optimizer"):
+                norm = optax.tree.norm(gradient)
+            numbers = Step(of_tokens, of_indexers, norm, load, recalls, length)
+            return State(learned, fixed, moments), numbers
 
         everywhere = NamedSharding(mesh, P())
         self.step = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings(), everywhere))

@@ -8,10 +8,7 @@ the time in which no kernel runs. Its programs have no CUDA graphs, through whic
 """
 
 import json
-import re
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +22,11 @@ from jax_dsv4_fmha.layers import STEP_OPTIONS
 
 from . import common, speed, stand_in
 from .model import Caches, Model
+from .parts import NO_GRAPHS, of_calls
 from .serve import progress
 from .speed import CHUNK, CONTEXTS, FLASH, Work
 
 SEQUENCES = (1, 8, 64, 256)
-PARTS = ("indexer", "compressor", "attention", "connections", "moe", "norm", "append")
-"""scopes of the model, of which an operation is a part of the innermost"""
-EXPERTS = re.compile(r"group_rows|grouped_product")
-COLLECTIVES = re.compile(r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective")
-NO_GRAPHS = {"xla_gpu_graph_min_graph_size": "10000"}
 
 
 def main(
@@ -147,49 +140,15 @@ def of_work(
 def parts_of(
     model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int = 5, **options: str
 ) -> dict[str, float]:
-    """ms of one device by part of the model, the mean over devices and calls; "idle": none of its kernels runs."""
+    """ms of one device by part of the model (parts.py)."""
     f, caches, operands, _ = program(model, params, mesh, work, dtype, **options, **NO_GRAPHS)
-    part_of = parts_by_operation(f.as_text() or "")
-    tracing = jax.profiler.ProfileOptions()
-    tracing.host_tracer_level = tracing.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for trace in (False, True):
-            if trace:
-                jax.profiler.start_trace(folder, profiler_options=tracing)
-            for _ in range(calls):
-                logits, caches = f(params, caches, *operands)
-            jax.block_until_ready(logits)
-        jax.profiler.stop_trace()
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(path))
-        found: dict[str, float] = defaultdict(float)
-        for plane in profile.planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            events = sorted(
-                (event.start_ns, event.duration_ns, event.name, str(dict(event.stats).get("hlo_op", "")))
-                for line in plane.lines
-                if line.name.startswith("Stream")
-                for event in line.events
-            )
-            end = events[0][0] if events else 0
-            for start, ns, name, operation in events:
-                part = part_of.get(operation, "rest")
-                for kernels, its in ((EXPERTS, "experts"), (COLLECTIVES, "collectives")):
-                    part = its if kernels.search(f"{name} {operation}") else part
-                found["idle"] += max(0, start - end)
-                found[part] += max(0, start + ns - max(start, end))
-                end = max(end, start + ns)
-    return {part: ns / 1e6 / calls / mesh.size for part, ns in found.items()}
 
+    def call() -> jax.Array:
+        nonlocal caches
+        logits, caches = f(params, caches, *operands)
+        return logits
 
-def parts_by_operation(text: str) -> dict[str, str]:
-    """The part of each operation of a compiled program's text: the innermost of `PARTS` in its op_name."""
-    found = {}
-    for name, path in re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', text, re.M):
-        scopes = [scope for scope in path.split("/") if scope in PARTS]
-        found[name] = scopes[-1] if scopes else "rest"
-    return found
+    return of_calls(call, f.as_text() or "", calls, mesh.size)
 
 
 def arguments() -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Times a step of training, and says where the devices' time goes: `python -m examples.deepseek_v4.mfu [CHECKPOINT]`.
+
+A checkpoint is read for its config.json alone; without one the sizes are V4-Flash's. Parameters and tokens are random.
+The step is `train`'s, with its mesh and its choices; its time is the host's, the median of several. MFU counts the
+model's own FLOPs (metrics.py). A second table has ms of one device by part (parts.py), forward and backward together.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import common, metrics
+from .model import Model
+from .parts import NO_GRAPHS, of_calls
+from .serve import progress
+from .speed import FLASH
+from .train import POLICIES, Trainer
+
+LAYERS, EXPERTS = 8, 16
+"""of a model that one H200 trains"""
+
+
+def main(
+    checkpoint: str | None = None,
+    config: dict[str, Any] = FLASH,
+    layers: int = LAYERS,
+    experts: int = EXPERTS,
+    b: int = 2,
+    s: int = 4096,
+    remat: str = "but-attention",
+    tensor: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    data: int | None = None,
+    calls: int = 5,
+    file: str | None = None,
+) -> dict[str, Any]:
+    """Prints and returns a step's time, rate and memory, and, on GPUs, its parts.
+
+    Args:
+      config: where there is no checkpoint.
+      layers: the first so many of the model.
+      experts: of a layer.
+      data: devices that share out sequences; None: all that are left.
+    """
+    given = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else config
+    model = Model.from_config(first_layers(given, layers) | {"n_routed_experts": experts, "num_hash_layers": 0})
+    with common.mesh_of(tensor, expert, data, context) as mesh:
+        trainer = Trainer(model, mesh, steps=1000, rate=1e-4, remat=remat)
+        progress("making random parameters")
+        state = jax.jit(lambda key: trainer.state(model.init(key, jnp.float32)), out_shardings=trainer.shardings())(
+            jax.random.key(0)
+        )
+        tokens = jax.random.randint(jax.random.key(1), (b, s), 0, model.vocabulary, jnp.int32)
+        batch = (jax.device_put(tokens, NamedSharding(mesh, P("data"))),)
+        began = time.perf_counter()
+        options = NO_GRAPHS if jax.default_backend() == "gpu" else None
+        step = trainer.step.lower(state, batch).compile(options)
+        seconds, memory = time.perf_counter() - began, step.memory_analysis()
+        progress(f"compiled in {seconds:.1f} s")
+
+        def call() -> Any:
+            nonlocal state
+            state, numbers = step(state, batch)
+            return numbers
+
+        times = []
+        for _ in range(calls + 1):
+            began = time.perf_counter()
+            numbers = jax.block_until_ready(call())
+            times.append(time.perf_counter() - began)
+        ms = statistics.median(times[1:]) * 1e3
+        rate = b * s / ms * 1e3
+        kind = mesh.devices.flat[0].device_kind
+        peak = next((x for name, x in metrics.PEAK.items() if name in kind), None)
+        flop = metrics.flops(model, float(numbers.length)) * rate
+        row = {
+            "device": kind,
+            "devices": mesh.size,
+            "mesh": dict(mesh.shape),
+            "jax": jax.__version__,
+            "layers": layers,
+            "experts": experts,
+            "b": b,
+            "s": s,
+            "remat": remat,
+            "ms": ms,
+            "tokens/s": rate,
+            "mfu": flop / peak / mesh.size if peak else None,
+            "GiB of state": memory.argument_size_in_bytes / 2**30,
+            "compiled in s": seconds,
+            "GiB beside it": memory.temp_size_in_bytes / 2**30,
+        }
+        if jax.default_backend() == "gpu":
+            row["parts"] = of_calls(call, step.as_text() or "", 2, mesh.size)
+    for name, x in row.items():
+        if name != "parts":
+            print(f"{name:16}{x:.3f}" if isinstance(x, float) else f"{name:16}{x}")
+    for part, ms in sorted(row.get("parts", {}).items(), key=lambda item: -item[1]):
+        print(f"    {part:14}{ms:10.2f} ms")
+    if file:
+        Path(file).write_text(json.dumps(row, indent=1) + "\n")
+    return row
+
+
+def first_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config of a model's first layers."""
+    lists = ("compress_ratios", "layer_types", "mlp_layer_types")
+    return config | {"num_hidden_layers": layers} | {name: config[name][:layers] for name in lists if name in config}
+
+
+def arguments() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
+    common.option_compiled(parser)
+    for name, default, what in (
+        ("layers", LAYERS, "the first ones of the model"),
+        ("experts", EXPERTS, "of a layer"),
+        ("b", 2, "sequences of a batch"),
+        ("s", 4096, "tokens of a sequence"),
+        ("calls", 5, "steps that are timed"),
+        ("tensor", 1, "devices that share out every expert"),
+        ("expert", 1, "devices that share out the experts"),
+        ("context", 1, "devices that share out each sequence"),
+    ):
+        parser.add_argument(f"--{name}", type=common.at_least(1), default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--data", type=common.at_least(1), help="devices that share out sequences (default: the rest)")
+    parser.add_argument(
+        "--remat", choices=POLICIES, default="but-attention", help="what the backward pass computes anew"
+    )
+    parser.add_argument("--json", dest="file", help="a file for the numbers")
+    return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+    common.run(main, **arguments())
