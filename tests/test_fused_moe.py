@@ -1,4 +1,4 @@
-"""A layer's experts from weights in MXFP4 and bfloat16: the definition, packing, errors, transformations, and kernels on a GPU."""
+"""A layer's experts, from MXFP4 and bfloat16: the definition, packing, errors, transformations, kernels on a GPU."""
 
 import functools
 
@@ -187,7 +187,8 @@ def test_channels_of_two_devices_add_up(kind):
 def test_devices_share_out_tokens(kind, is_packed):
     """Each has the matrices of all experts."""
     x = Problem.of([3, 0, 4, 8])
-    given, w13, w2, chosen, weights = operands(x, jnp.float32, is_packed)
+    dtype, most = (jnp.float32, 1e-5) if is_packed else (jnp.bfloat16, 2**-7)
+    given, w13, w2, chosen, weights = operands(x, dtype, is_packed)
     mesh = jax.make_mesh((2,), ("context",), axis_types=(KINDS[kind],))
     by_tokens = NamedSharding(mesh, P(None, "context"))
     given, chosen, weights = (jax.device_put(a, by_tokens) for a in (given, chosen, weights))
@@ -196,7 +197,7 @@ def test_devices_share_out_tokens(kind, is_packed):
         program = jax.jit(run).lower(given, w13, w2, chosen, weights).compile()
         y = program(given, w13, w2, chosen, weights)
     assert collectives(program) == {} and y.sharding.is_equivalent_to(by_tokens, 3)
-    assert off(y, wanted(x, round_inner=False)) < 1e-5
+    assert off(y, wanted(x, round_inner=not is_packed)) < most
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])

@@ -181,7 +181,7 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
 
 
 Experts = PackedExperts | Array
-"""The matrices of a layer's experts: packed, or `[e, 2, rows, columns]` where they are gated, or `[e, rows, columns]`"""
+"""The matrices of a layer's experts: packed, or `[e, rows, columns]`, gated ones `[e, 2, rows, columns]`"""
 
 
 def of_experts(x: Array, w13: Experts, w2: Experts, chosen: Array, weights: Array, *, limit: float) -> Array:

@@ -53,7 +53,7 @@ class Config:
 
     @property
     def slabs(self) -> int:
-        """The number of slabs, of 64 of k, that a stage has: fewer of bfloat16, so that four stages or more have room."""
+        """The number of slabs, of 64 of k, that a stage has: half as many of bfloat16, to have four stages."""
         return (4 if self.is_few else 2) // (1 if self.is_packed else 2)
 
     @property
@@ -155,7 +155,7 @@ class Config:
 
     @property
     def turns_of_block(self) -> int:
-        """How often all loaders copy until 16 rows of a matrix are there."""
+        """The number of times that all loaders copy until 16 rows of a matrix are there."""
         return BLOCK // self.rows_at_a_time
 
     @property

@@ -32,7 +32,7 @@ class Mxfp4:
         return WARPGROUP * (self.code_bytes + self.scale_bytes // 4)
 
     def place(self, thread: Int32) -> Int32:
-        """Where in a slab a thread reads."""
+        """The offset in a slab at which a thread reads."""
         return thread * self.code_bytes
 
     def load(self, slab: Int32, thread: Int32) -> tuple:
@@ -63,7 +63,7 @@ class Bfloat16:
         return ROWS_OF_WARPGROUP * self.row_bytes
 
     def place(self, thread: Int32) -> Int32:
-        """Where in a slab the first row lies that a thread names: lanes name rows of four matrices of 8 x 8 in turn,
+        """The offset in a slab of the first row that a thread names. Lanes name rows of four matrices of 8 x 8 in turn:
         the upper and the lower rows of a warp, then both of the next 8 of k.
         """
         lane = thread % WARP
