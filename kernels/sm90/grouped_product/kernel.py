@@ -44,6 +44,7 @@ from kernels.lib.ptx import (
     copy_bulk_once,
     copy_once_or_zero,
     copy_or_zero,
+    in_a_register,
     least,
     load_four_words,
     load_matrices,
@@ -238,11 +239,12 @@ class GroupedProductSm90(Kernel):
         c = self.config
         pitch = Int64(n.k) * (2 * (BLOCK // 2 if c.gated else BLOCK))  # bytes from a block of 16 rows to the next
         blocks = ROWS_OF_WARPGROUP // BLOCK
-        for i in cutlass.range_constexpr(c.tiles_of_cta * blocks):
-            for turn in cutlass.range_constexpr(c.turns_of_block):
-                row = turn * c.rows_at_a_time + thread // LANES_A_ROW
-                swizzled = row * c.format.row_bytes + (thread % LANES_A_ROW ^ row % 8) * 16
-                to = target + (i // blocks * c.tile_bytes + i % blocks * BLOCK * c.format.row_bytes) + swizzled
+        for turn in cutlass.range_constexpr(c.turns_of_block):
+            row = turn * c.rows_at_a_time + thread // LANES_A_ROW
+            swizzled = row * c.format.row_bytes + (thread % LANES_A_ROW ^ row % 8) * 16
+            first = in_a_register(target + swizzled)
+            for i in cutlass.range_constexpr(c.tiles_of_cta * blocks):
+                to = first + (i // blocks * c.tile_bytes + i % blocks * BLOCK * c.format.row_bytes)
                 source = sources[turn] + i * pitch + Int64(stage) * (c.slabs * c.format.row_bytes)
                 for slab in cutlass.range_constexpr(c.slabs):
                     copy_once_or_zero(to + slab * c.format.slab_bytes, source + slab * c.format.row_bytes, Int32(16))
