@@ -7,22 +7,35 @@
 
 namespace dsv4_fmha {
 
+constexpr std::string_view kNotPacked = "bfloat16";
+
 struct FusedMoe {
   using Call = FusedMoeCall;
   using Shape = FusedMoeShape;
   using Kernels = std::array<Launcher*, 3>;  // sort, gated product, product
 
+  // Whether matrices are packed; others lie in rows, in x's dtype.
+  static bool IsPacked(const Call& call) { return call.w13.dtype == ffi::U8; }
+
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    const bool is_packed = IsPacked(call);
     *shape = {.tokens = n.b * n.s_q,
               .chosen = n.n_chosen,
               .k = n.k,
               .inner = n.n,
               .experts = n.groups,
-              .tiles13 = n.tiles13,
-              .slabs13 = n.slabs13,
-              .tiles2 = n.tiles2,
-              .slabs2 = n.slabs2,
+              .tiles13 = is_packed ? n.tiles13 : n.n / kTileChannels,
+              .slabs13 = is_packed ? n.slabs13 : n.k / kTileRows,
+              .tiles2 = is_packed ? n.tiles2 : n.k / kTileRows,
+              .slabs2 = is_packed ? n.slabs2 : n.n / kTileRows,
               .tiles = n.n_tiles};
+    if (call.w2.dtype != call.w13.dtype) return Refuse(call.w2, Show(call.w2.dtype), Show(call.w13.dtype));
+    if (is_packed == (call.format == kNotPacked)) {
+      return Refuse(call.w13, Show(call.w13.dtype), "matrices in " + std::string(call.format));
+    }
+    if (const int64_t factors = is_packed ? n.groups : 0; n.n_factors != factors) {
+      return Refuse(call.factor13, "shape " + Show(call.factor13.dimensions), Show(factors) + " numbers");
+    }
     if (n.rows == shape->rows()) return ffi::Error::Success();
     return Refuse(call.y, "shape " + Show(call.y.dimensions), Show(shape->rows()) + " rows");
   }

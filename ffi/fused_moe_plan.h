@@ -10,7 +10,7 @@
 namespace dsv4_fmha {
 
 // x [tokens, k], of which each token chose some of the experts; matrices of these in tiles of 64 rows and slabs of 64
-// columns.
+// columns, whether they lie so in memory or not.
 struct FusedMoeShape {
   int64_t tokens, chosen, k, inner, experts;
   int64_t tiles13, slabs13, tiles2, slabs2;  // of a matrix

@@ -706,7 +706,7 @@ class GroupedProduct(Variant):
     """Products of rows, sorted by group, with their group's matrix; gated: pairs of channels become one."""
 
     dtype: str  # of x and y
-    weights: str  # how matrices are packed
+    weights: str  # what matrices are in
     gated: bool = False
     max_rows: int = ANY  # of a group, about
 

@@ -42,9 +42,14 @@ class Refused(Exception):
 
 
 def check(variant: Variant, facts: Record, kernel: KernelInfo) -> None:
-    """Refuse a cubin that would be slow or that the launcher would call wrongly."""
+    """Refuse a cubin that would be slow, that ptxas got wrong, or that the launcher would call wrongly."""
     if kernel.local_bytes:
         raise Refused(f"{variant.key}: uses {kernel.local_bytes} bytes of local memory a thread, wanted none (spills)")
+    if kernel.wild_copies:
+        raise Refused(
+            f"{variant.key}: {kernel.wild_copies} cp.async name uniform registers that hold no address and no policy;"
+            " `in_a_register` of kernels/lib/ptx.py gives them an address that ptxas does not take apart"
+        )
     if kernel.params != (wanted := tuple(p.bytes for p in variant.params)):
         names = ", ".join(p.name for p in variant.params)
         raise Refused(f"{variant.key}: got parameters of {kernel.params} bytes, wanted {wanted}: {names}")

@@ -393,10 +393,10 @@ TARGETS = (
             *arrays("x: T[b s_q k]"),
             array("chosen: s32[b s_q n_chosen]", "group"),
             array("weights: f32[b s_q n_chosen]", "chosen_weight"),
-            array("w13: u8[groups tiles13 slabs13 slab_bytes]", aligned=True),
-            *arrays("factor13: f32[groups]"),
-            array("w2: u8[groups tiles2 slabs2 slab_bytes]", aligned=True),
-            *arrays("factor2: f32[groups]"),
+            array("w13: u8[groups tiles13 slabs13 slab_bytes] or T[groups 2 n k]", aligned=True),
+            *arrays("factor13: f32[n_factors]"),  # n_factors is groups, or 0 of matrices that are not packed
+            array("w2: u8[groups tiles2 slabs2 slab_bytes] or T[groups k n]", aligned=True),
+            *arrays("factor2: f32[n_factors]"),
         ),
         (
             *arrays("y: T[rows k]", "places: s32[b s_q n_chosen]"),  # rows by expert, and where each choice's is

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 _KPARAM_INFO, _REQNTID, _FRAME_SIZE, _REGCOUNT = 0x17, 0x10, 0x11, 0x2F
 _SIZED_VALUE = 4  # the only record format whose value does not fit into the record's own two bytes
+_INSTRUCTION = 16  # bytes
+_COPY_BY_TWO = 0xDAE  # LDGSTS [R + UR], desc[UR + 1][R]; all others are 0xFAE
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class KernelInfo:
     threads: int  # required block size, 0 when any is allowed
     local_bytes: int  # stack frame per thread: spills and indexed local arrays
     params: tuple[int, ...]  # sizes, in order
+    wild_copies: int = 0  # `wild_copies` of its code
 
 
 def read_kernel(cubin: bytes) -> KernelInfo:
@@ -42,7 +45,17 @@ def read_kernel(cubin: bytes) -> KernelInfo:
         elif attribute == _KPARAM_INFO:
             _, ordinal, _, flags = struct.unpack("<IHHI", value)
             params[ordinal] = (flags >> 18) & 0x3FFF
-    return KernelInfo(name, registers, threads, local_bytes, tuple(size for _, size in sorted(params.items())))
+    sizes = tuple(size for _, size in sorted(params.items()))
+    return KernelInfo(name, registers, threads, local_bytes, sizes, wild_copies(sections[f".text.{name}"]))
+
+
+def wild_copies(code: bytes) -> int:
+    """The number of cp.async that take a part of their address in shared memory from a uniform register, and a policy
+    of L2 from the next one. ptxas (12.9, 13.0) fills two such registers and names UR0 and UR1 instead: the copy goes
+    anywhere, or is an illegal instruction.
+    """
+    words = (int.from_bytes(code[at : at + 2], "little") for at in range(0, len(code), _INSTRUCTION))
+    return sum(word & 0xFFF == _COPY_BY_TWO for word in words)
 
 
 def read_code(cubin: bytes) -> bytes:

@@ -66,7 +66,7 @@ from kernels.abi import (
     TopK,
 )
 from kernels.cache import KernelCache
-from kernels.cubin import KernelInfo, read_code, read_kernel
+from kernels.cubin import KernelInfo, read_code, read_kernel, wild_copies
 from kernels.variants import (
     MLA,
     MLA_BLACKWELL,
@@ -204,6 +204,7 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
     [
         (FACTS, {"local_bytes": 16}, "16 bytes of local memory"),
         (FACTS, {"params": (128, 16)}, r"got parameters of \(128, 16\)"),
+        (FACTS, {"wild_copies": 2}, "2 cp.async name uniform registers"),
         (FACTS, {"threads": 256}, "cubin requires 256 threads, its module says 384"),
         ({"threads": 384}, {}, "does not say smem_bytes, tile_m, tile_n, ctas, cluster, unit"),
     ],
@@ -220,6 +221,13 @@ def test_accepts():
 def test_read_kernel_refuses_what_is_no_cubin():
     with pytest.raises(ValueError, match="not an ELF file"):
         read_kernel(b"cubin.path")
+
+
+def test_copies_by_two_uniform_registers_are_counted():
+    by_two = 0x000FE6000B901DC0_0000000032047DAE  # LDGSTS.E.BYPASS.LTC256B.128 [R4+UR0], desc[UR1][R50.64]
+    by_one = 0x0003E80008101DD8_0000000004077FAE  # LDGSTS.E.BYPASS.LTC256B.128 [R7], desc[UR24][R4.64], P0
+    code = b"".join(word.to_bytes(16, "little") for word in (by_one, by_two, by_one, by_two))
+    assert (wild_copies(code), wild_copies(code[:16])) == (2, 0)
 
 
 def test_digest_covers_sources_and_variant(tmp_path):

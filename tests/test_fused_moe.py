@@ -1,4 +1,4 @@
-"""A layer's experts from weights in MXFP4: the definition, packing, errors, transformations, and kernels on a GPU."""
+"""A layer's experts, from MXFP4 and bfloat16: the definition, packing, errors, transformations, kernels on a GPU."""
 
 import functools
 
@@ -75,6 +75,46 @@ def test_a_weight_of_0_has_a_gradient():
     assert (got != 0).any()
 
 
+def test_matrices_in_bfloat16_make_the_same():
+    """They have all numbers of MXFP4, and so has a gradient in x and weights."""
+    x = Problem.of([1, 0, 9, 20])
+    packed, rows = (operands(x, is_packed=is_packed) for is_packed in (True, False))
+    assert off(fused_moe(*rows, limit=LIMIT), wanted(x)) < 2**-7
+
+    def result(w13, w2, given, weights, **how):
+        y, back = jax.vjp(lambda x, of: fused_moe(x, w13, w2, rows[3], of, limit=LIMIT, **how), given, weights)
+        return y, *back(jnp.ones_like(y))
+
+    want = result(*packed[1:3], rows[0], rows[4], implementation="reference")
+    for got, other in zip(result(*rows[1:3], rows[0], rows[4]), want, strict=True):
+        np.testing.assert_array_equal(got, other)
+
+
+def test_the_gradient_of_matrices_in_bfloat16():
+    """Each matrix has what its own tokens make of it, and one without tokens has zeros."""
+    x = Problem.of([3, 0, 4])
+    given, w13, w2, chosen, weights = operands(x, is_packed=False)
+    limit = 1e3  # that nothing reaches
+
+    def plainly(given, w13, w2, weights):
+        """Choice by choice, and a choice of another device adds nothing."""
+        there, of = (chosen >= 0) & (chosen < 3), jnp.clip(chosen, 0, 2)
+        up = jnp.einsum("bscghk,bsk->bscgh", w13.astype(jnp.float32)[of], given.astype(jnp.float32))
+        inner = jax.nn.silu(up[..., 0, :]) * up[..., 1, :] * weights[..., None] * there[..., None]
+        return jnp.einsum("bsckh,bsch->bsk", w2.astype(jnp.float32)[of], inner)
+
+    def by_op(given, w13, w2, weights):
+        return fused_moe(given, w13, w2, chosen, weights, limit=limit)
+
+    def gradients(f):
+        return jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), range(4))(given, w13, w2, weights)
+
+    for got, want in zip(gradients(by_op), gradients(plainly), strict=True):
+        got, want = (np.asarray(a, np.float32) for a in (got, want))
+        assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
+    assert not np.asarray(gradients(by_op)[1][1]).any()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_check_s_cases(case):
     assert case.complaints("reference") == []
@@ -103,15 +143,16 @@ def test_without_a_limit():
     assert (np.asarray(fused_moe(*args)) != np.asarray(fused_moe(*args, limit=0.1))).any()
 
 
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_of_two_devices_add_up(kind):
+def test_experts_of_two_devices_add_up(kind, is_packed):
     """In a shard_map each device has some experts, and their numbers from 0 on."""
     x = Problem.of([3, 4])
-    given, w13, w2, chosen, weights = operands(x, jnp.float32)
+    given, w13, w2, chosen, weights = operands(x, jnp.float32, is_packed)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
 
     def of_device(given, w13, w2, chosen, weights):
-        first = jax.lax.axis_index("expert") * w13.experts
+        first = jax.lax.axis_index("expert") * jax.tree.leaves(w13)[0].shape[0]
         return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
 
     spec = P("expert")
@@ -123,12 +164,31 @@ def test_experts_of_two_devices_add_up(kind):
     assert off(y, wanted(x, round_inner=False)) < 1e-5
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", KINDS)
-def test_devices_share_out_tokens(kind):
+def test_channels_of_two_devices_add_up(kind):
+    """In a shard_map each device has some channels of every expert, and gathers no others."""
+    x = Problem.of([3, 4], inner=512)
+    given, w13, w2, chosen, weights = operands(x, jnp.float32, is_packed=False)
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(KINDS[kind],))
+    of_13, of_2 = P(None, None, "tensor"), P(None, None, "tensor")
+    w13, w2 = (jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in ((w13, of_13), (w2, of_2)))
+
+    def of_device(*args):
+        return jax.lax.psum(fused_moe(*args, limit=LIMIT), "tensor")
+
+    run = jax.jit(jax.shard_map(of_device, mesh=mesh, in_specs=(P(), of_13, of_2, P(), P()), out_specs=P()))
+    assert "all-gather" not in run.lower(given, w13, w2, chosen, weights).compile().as_text()
+    assert off(run(given, w13, w2, chosen, weights), wanted(x, round_inner=False)) < 1e-5
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_share_out_tokens(kind, is_packed):
     """Each has the matrices of all experts."""
     x = Problem.of([3, 0, 4, 8])
-    given, w13, w2, chosen, weights = operands(x, jnp.float32)
+    dtype, most = (jnp.float32, 1e-5) if is_packed else (jnp.bfloat16, 2**-7)
+    given, w13, w2, chosen, weights = operands(x, dtype, is_packed)
     mesh = jax.make_mesh((2,), ("context",), axis_types=(KINDS[kind],))
     by_tokens = NamedSharding(mesh, P(None, "context"))
     given, chosen, weights = (jax.device_put(a, by_tokens) for a in (given, chosen, weights))
@@ -137,12 +197,13 @@ def test_devices_share_out_tokens(kind):
         program = jax.jit(run).lower(given, w13, w2, chosen, weights).compile()
         y = program(given, w13, w2, chosen, weights)
     assert collectives(program) == {} and y.sharding.is_equivalent_to(by_tokens, 3)
-    assert off(y, wanted(x, round_inner=False)) < 1e-5
+    assert off(y, wanted(x, round_inner=not is_packed)) < most
 
 
-def test_transformations():
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+def test_transformations(is_packed):
     x = Problem.of([2, 5])
-    args = operands(x, jnp.float32)
+    args = operands(x, jnp.float32, is_packed)
     run = functools.partial(fused_moe, limit=LIMIT)
     y = run(*args)
     np.testing.assert_allclose(jax.jit(run)(*args), y, rtol=1e-5, atol=1e-4)
@@ -171,12 +232,40 @@ def test_an_export_leaves_batch_and_tokens_open():
     np.testing.assert_array_equal(jax.export.deserialize(blob).call(*args), f(*args))
 
 
-def test_the_call_is_exported():
-    args = operands(Problem.of([1, 2]))
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+def test_the_call_is_exported(is_packed):
+    args = operands(Problem.of([1, 2]), is_packed=is_packed)
     (decision,) = explain(fused_moe, *args)
     assert "group_rows and grouped_product" in decision.reason
     exported = jax.export.export(jax.jit(fused_moe), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args)
     assert "dsv4_fmha_fused_moe" in exported.mlir_module()
+
+
+def test_matrices_of_other_sizes_have_no_kernel():
+    """The definition takes them."""
+    given, w13, w2, chosen, weights = operands(Problem.of([1, 2], inner=512), is_packed=False)
+    args = given, w13[:, :, :320], w2[:, :, :320], chosen, weights
+    assert fused_moe(*args, implementation="reference").shape == given.shape
+    with pytest.raises(NotImplementedError, match="2 experts of 320 x 256"):
+        fused_moe(*args, implementation="cubin")
+
+
+def test_errors_of_matrices_in_bfloat16():
+    given, w13, w2, chosen, weights = operands(Problem.of([2, 5]), is_packed=False)
+    packed = operands(Problem.of([2, 5]))[1]
+    cases = [
+        ((w13[:, 0], w2), "w13"),
+        ((w13[:, :1], w2), "w13"),
+        ((w13[..., :128], w2), "w13"),
+        ((w13, w2[:1]), "w2"),
+        ((w13, w2[..., :128]), "w2"),
+        ((w13.astype(jnp.float32), w2), "w13"),
+        ((packed, w2), "w2: got .*PackedExperts"),
+        ((w13, operands(Problem.of([2, 5]))[2]), "w13: got .*PackedExperts"),
+    ]
+    for matrices, says in cases:
+        with pytest.raises((ValueError, TypeError), match=says):
+            fused_moe(given, *matrices, chosen, weights)
 
 
 def test_errors():
@@ -237,20 +326,38 @@ def test_packed_experts_are_a_pytree():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
 @pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90]], ids=["few rows", "many rows"])
-def test_kernel(rows):
+def test_kernel(rows, is_packed):
     x = Problem.of(rows, k=512, inner=256)
-    run = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))
-    y = run(*operands(x))
+    args = operands(x, is_packed=is_packed)
+    y = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))(*args)
     assert off(y, wanted(x)) < 2**-6
-    assert off(y, wanted(x)) < 1.5 * off(fused_moe(*operands(x), limit=LIMIT, implementation="reference"), wanted(x))
+    assert off(y, wanted(x)) < 1.5 * off(fused_moe(*args, limit=LIMIT, implementation="reference"), wanted(x))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-def test_a_token_has_the_same_bits_in_any_batch():
+def test_a_gradient_behind_the_kernel():
+    args = operands(Problem.of([3, 0, 40, 9]), is_packed=False)
+
+    def gradients(implementation):
+        def loss(given, w13, w2, weights):
+            y = fused_moe(given, w13, w2, args[3], weights, limit=LIMIT, implementation=implementation)
+            return (y.astype(jnp.float32) * jnp.cos(jnp.arange(y.shape[-1]))).sum()
+
+        return jax.jit(jax.grad(loss, range(4)))(*(args[i] for i in (0, 1, 2, 4)))
+
+    for got, want in zip(gradients("cubin"), gradients("reference"), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+def test_a_token_has_the_same_bits_in_any_batch(is_packed):
     x = Problem.of([40, 3, 300, 60], k=256)
-    given, w13, w2, chosen, weights = operands(x)
+    given, w13, w2, chosen, weights = operands(x, is_packed=is_packed)
     run = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))
     whole = np.asarray(run(given, w13, w2, chosen, weights).view(jnp.uint16))
     for part in (slice(0, 1), slice(5, 9), slice(100, 164)):

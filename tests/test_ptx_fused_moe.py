@@ -26,6 +26,8 @@ from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
 BUILT = {v.key: v for v in native.built(GroupedProduct)}
 SORT = next(iter(native.built(GroupRows)), None)
 
+WEIGHTS = ("mxfp4", "bfloat16")
+
 needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
 
 
@@ -46,9 +48,10 @@ def test_scales_above_2_are_a_factor_of_the_matrix(gated):
 @needs_kernels
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("few", [True, False])
-def test_a_row_has_the_same_bits_in_any_company(gated, few):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_row_has_the_same_bits_in_any_company(gated, few, weights):
     """Alone, among others, and in another place of a tile."""
-    variant = of(gated, few)
+    variant = of(gated, few, weights)
     whole = Problem.of([5, 12 if few else 40])
     want = dict(zip(listed(whole), product(variant, whole), strict=True))
     alone = whole.chosen.copy().ravel()
@@ -62,9 +65,10 @@ def test_a_row_has_the_same_bits_in_any_company(gated, few):
 
 @needs_kernels
 @pytest.mark.parametrize("few", [True, False])
-def test_what_is_not_a_number_stays_in_its_row(few):
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_what_is_not_a_number_stays_in_its_row(few, weights):
     """In the gate alone, in what it lets through alone, and in all of a token; other tokens have what they had."""
-    variant, x = of(True, few), Problem.of([5, 3])
+    variant, x = of(True, few, weights), Problem.of([5, 3])
     usual, token = product(variant, x), listed(x)[2] // x.chosen.shape[1]
     x.x[token, 7] = np.nan
     made = product(variant, x).astype(np.float32)
@@ -79,8 +83,19 @@ def test_what_is_not_a_number_stays_in_its_row(few):
         assert (np.delete(made, 40, 1) == np.delete(usual.astype(np.float32), 40, 1)).all()
 
 
-def of(gated, few=True):
-    return next(v for v in BUILT.values() if v.gated == gated and (v.max_rows == FEW_ROWS) == few)
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("few", [True, False])
+def test_packed_or_not_sums_have_the_same_bits(gated, few):
+    """All numbers of MXFP4 are in bfloat16, too."""
+    x = typical(of(gated, few))
+    one, other = (product(of(gated, few, weights), x) for weights in WEIGHTS)
+    assert one.tobytes() == other.tobytes()
+
+
+def of(gated, few=True, weights="mxfp4"):
+    of_weights = (v for v in BUILT.values() if v.weights == weights)
+    return next(v for v in of_weights if v.gated == gated and (v.max_rows == FEW_ROWS) == few)
 
 
 @pytest.mark.skipif(SORT is None, reason="without kernels")
@@ -105,7 +120,9 @@ def test_the_launch_refuses():
             native.plan_grouped_product(sizes | changed, True, 1.0, tile_m=16, tile_n=64, processors=2)
 
 
-FEW, MANY = (f"grouped_product_sm_90a_bfloat16_mxfp4{what}" for what in ("_gated_r16", ""))
+FEW, MANY, FEW_OF_ROWS, MANY_OF_ROWS = (
+    f"grouped_product_sm_90a_bfloat16_{weights}{what}" for weights in WEIGHTS for what in ("_gated_r16", "")
+)
 
 
 def fault(name, kernel, raises, says, edit=None, **parameters):
@@ -167,9 +184,28 @@ FAULTS = [
     ),
     fault("rows of x by another proxy", MANY, Race, "fence", to(r"fence\.proxy\.async\.shared::cta;", "")),
     fault("sums are read while products run", MANY, Race, "register", without(r"wgmma\.wait_group\.sync\.aligned\s+0")),
+    *(
+        fault(f"rows of the neighbour: each matrix begins {n} rows late", key, Wrong, "channels of row", w=late)
+        for key, n, late in ((FEW_OF_ROWS, 1, lambda at: at + 2 * 1024), (MANY_OF_ROWS, 2, lambda at: at + 4 * 256))
+    ),
+    fault("the matrix of the neighbour", FEW_OF_ROWS, Wrong, "channels of row", w=lambda at: at + 2 * 2 * 256 * 1024),
+    fault("16 of k exchanged", FEW_OF_ROWS, Wrong, "channels of row", swapped(", 32;", ", 64;")),
+    *(
+        fault(f"nobody waits for a stage, {key}", key, (Race, Undefined), "reads|nobody", without_waits("full", one))
+        for key, one in ((FEW_OF_ROWS, slice(0, 1)), (MANY_OF_ROWS, slice(0, 1)))
+    ),
+    *(
+        fault(f"a stage is filled while it is read, {key}", key, (Race, Misuse), "writes", without_waits("empty"))
+        for key in (FEW_OF_ROWS, MANY_OF_ROWS)
+    ),
 ]
 
-CASES = {FEW: lambda: of_large_scales(Problem.of([1, 4, 2, 0], k=1024)), MANY: lambda: Problem.of([3, 0, 33], k=512)}
+CASES = {
+    FEW: lambda: of_large_scales(Problem.of([1, 4, 2, 0], k=1024)),
+    MANY: lambda: Problem.of([3, 0, 33], k=512),
+    FEW_OF_ROWS: lambda: Problem.of([1, 4, 2, 0], k=1024),
+    MANY_OF_ROWS: lambda: Problem.of([3, 33, 0], k=512),
+}
 
 
 @pytest.mark.faults

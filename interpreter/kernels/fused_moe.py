@@ -109,13 +109,15 @@ def product_launched(
     variant: GroupedProduct, x: Problem, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
 ) -> Machine:
     """A product, about to run."""
-    kernel, memory, (w13, w2) = Kernel.of(variant), new_memory(), x.packed
-    placed = sorted_rows(x, kernel.facts["tile_m"])
-    w, rows, columns = (w13, x.x, w13.rows // 2) if variant.gated else (w2, given_inner(x), w2.rows)
+    kernel, memory = Kernel.of(variant), new_memory()
+    placed, (_, k, inner) = sorted_rows(x, kernel.facts["tile_m"]), x.codes2.shape
+    is_packed = variant.weights != "bfloat16"
+    w13, w2 = x.packed if is_packed else x.unpacked
+    w, rows, columns = (w13, x.x, inner) if variant.gated else (w2, given_inner(x), k)
     arrays = {
         "x" if variant.gated else "inner": rows,
-        "w13" if variant.gated else "w2": np.asarray(w.data),
-        "factor13" if variant.gated else "factor2": np.asarray(w.factor),
+        "w13" if variant.gated else "w2": np.asarray(w.data if is_packed else w),
+        "factor13" if variant.gated else "factor2": np.asarray(w.factor) if is_packed else np.zeros(0, np.float32),
         "list": placed.list,
         "sorted_weights": placed.weights,
         "tiles": placed.tiles,

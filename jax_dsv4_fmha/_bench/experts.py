@@ -1,4 +1,7 @@
-"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, and what stands before them."""
+"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, and what stands before them.
+
+A row may have weights in bfloat16, too; the suite has none of these yet.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +29,15 @@ class ExpertsRow(CallRow):
     inner: int = 2048
     experts: int = 256
     chosen: int = 6
+    weights: str = "MXFP4"
 
     @property
     def name(self) -> str:
-        return f"experts of {self.tokens} tokens, {self.chosen} of {self.experts}, MXFP4"
+        return f"experts of {self.tokens} tokens, {self.chosen} of {self.experts}, {self.weights}"
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weights == "MXFP4"
 
     @property
     def flops(self) -> float:
@@ -39,7 +47,7 @@ class ExpertsRow(CallRow):
     def bytes(self) -> float:
         """Matrices of the experts that are chosen on average, and what is between the products and after them."""
         touched = self.experts * (1 - (1 - self.chosen / self.experts) ** self.tokens)
-        weights = touched * 3 * self.k * self.inner * (1 / 2 + 1 / GROUP)
+        weights = touched * 3 * self.k * self.inner * (1 / 2 + 1 / GROUP if self.is_packed else 2)
         return weights + 2.0 * self.tokens * (2 * self.k + 2 * self.chosen * (self.k + self.inner))
 
     def operands(self, key: jax.Array) -> Operands:
@@ -50,11 +58,17 @@ class ExpertsRow(CallRow):
             codes = jax.random.bits(keys[i], (*shape[:-1], shape[-1] // 2), jnp.uint8)
             return pack_experts(codes, jnp.full((*shape[:-1], shape[-1] // GROUP), 119, jnp.uint8))  # 2^-8
 
+        def in_bfloat16(i: int, *shape: int) -> jax.Array:
+            """Expert by expert: random bits of all would not fit beside them."""
+            one = lambda key: jax.random.normal(key, shape[1:], jnp.bfloat16) * shape[-1] ** -0.5  # noqa: E731
+            return jax.lax.map(one, jax.random.split(keys[i], shape[0]))
+
+        matrix = packed if self.is_packed else in_bfloat16
         choices = jax.vmap(lambda key: jax.random.permutation(key, e)[: self.chosen])
         return {
             "x": jax.random.normal(keys[0], (1, self.tokens, k), jnp.bfloat16),
-            "w13": packed(1, e, 2, n, k),
-            "w2": packed(2, e, k, n),
+            "w13": matrix(1, e, 2, n, k),
+            "w2": matrix(2, e, k, n),
             "chosen": choices(jax.random.split(keys[3], self.tokens))[None].astype(jnp.int32),
             "weights": jax.random.uniform(keys[4], (1, self.tokens, self.chosen)),
         }

@@ -1,4 +1,4 @@
-"""Matrices of experts in MXFP4, laid out for products, and what a layer's experts compute with them."""
+"""Matrices of experts in MXFP4, laid out for products, and what a layer's experts compute with these or others."""
 
 import functools
 from dataclasses import dataclass, field
@@ -180,23 +180,34 @@ def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]
     return data, jnp.ldexp(jnp.float32(1), above)
 
 
-def of_experts(
-    x: Array, w13: PackedExperts, w2: PackedExperts, chosen: Array, weights: Array, *, limit: float
-) -> Array:
+Experts = PackedExperts | Array
+"""The matrices of a layer's experts: packed, or `[e, rows, columns]`, gated ones `[e, 2, rows, columns]`"""
+
+
+def of_experts(x: Array, w13: Experts, w2: Experts, chosen: Array, weights: Array, *, limit: float) -> Array:
     """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32. An expert reaches
     no token that did not choose it, not even as NaN, nor does it in a gradient.
     """
     tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     chosen, weights = (a.reshape(-1, a.shape[-1]) for a in (chosen, weights))
+    e = jax.tree.leaves(w13)[0].shape[0]
 
-    def add(y: Array, i: Array) -> tuple[Array, None]:
-        one = functools.partial(jax.tree.map, lambda a: jax.lax.dynamic_slice_in_dim(a, i, 1))
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # a gradient keeps no matrices in float32
+    def add(y: Array, of_expert: tuple[Array, Experts, Experts]) -> tuple[Array, None]:
+        i, w13, w2 = of_expert
         mine = (chosen == i).any(-1)
-        gate, up = one(w13).unpacked()[0] @ jnp.where(mine, tokens.T, 0)
+        gate, up = _in_float32(w13) @ jnp.where(mine, tokens.T, 0)
         weight = jnp.sum(jnp.where(chosen == i, weights, 0), -1)
         inner = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weight
         inner = jnp.where(mine, inner, 0).astype(x.dtype).astype(jnp.float32)
-        return y + jnp.where(mine, one(w2).unpacked()[0] @ inner, 0).T, None
+        return y + jnp.where(mine, _in_float32(w2) @ inner, 0).T, None
 
-    y, _ = jax.lax.scan(add, jnp.zeros_like(tokens), jnp.arange(w13.experts))
+    y, _ = jax.lax.scan(add, jnp.zeros_like(tokens), (jnp.arange(e), w13, w2))
     return y.reshape(x.shape).astype(x.dtype)
+
+
+def _in_float32(w: Experts) -> Array:
+    """The matrix of one expert, of arrays without the axis of experts."""
+    if isinstance(w, PackedExperts):
+        return PackedExperts(w.data[None], w.factor[None], w.gated).unpacked()[0]
+    return w.astype(jnp.float32)

@@ -33,11 +33,12 @@ def fused_moe(
       x: `[b, s_q, k]`, bfloat16.
       chosen: int32 `[b, s_q, n_chosen]`, any numbers.
       weights: float32 `[b, s_q, n_chosen]`, that the channels inside of an expert are multiplied by.
-      w13, w2: uint8 `[groups, tiles, slabs, slab_bytes]`, as `_definitions.experts` lays matrices out.
-      factor13, factor2: float32 `[groups]`, that the matrices are multiplied by.
+      w13, w2: uint8 `[groups, tiles, slabs, slab_bytes]`, as `_definitions.experts` lays matrices out; or bfloat16
+        `[groups, 2, inner, k]` and `[groups, k, inner]`.
+      factor13, factor2: float32 `[groups]`, that packed matrices are multiplied by; `[0]` for others.
       inner: channels inside of an expert. It and k are multiples of 256.
       limit: of a gate, and of the size of what it lets through.
-      format: "mxfp4".
+      format: "mxfp4" or "bfloat16".
     """
     rows, groups = chosen.size, w13.shape[0]
     results = (

@@ -8,34 +8,35 @@ import jax.numpy as jnp
 
 from .. import _check
 from .._definitions import experts
-from .._definitions.experts import PackedExperts
-from .._dispatch.autodiff import without_gradient
+from .._definitions.experts import UNIT, Experts, PackedExperts
+from .._dispatch.autodiff import Differentiable, Function
 from .._dispatch.lowering import choose
 from .._dispatch.op import Arrays, Axes, Call, Op
 from .._dispatch.support import Support
 from .._host import fused_moe as raw
 from .._host import library
 
-FORMAT = "mxfp4"
+PACKED, ROWS = "mxfp4", "bfloat16"
+"""what matrices are in: packed, or in rows"""
 
 
 def fused_moe(
     x: jax.Array,
-    w13: PackedExperts,
-    w2: PackedExperts,
+    w13: PackedExperts | jax.Array,
+    w2: PackedExperts | jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
     *,
     limit: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
-    """Sums the results of the experts that each token chose, from weights in MXFP4.
+    """Sums the results of the experts that each token chose, from weights in MXFP4 or bfloat16.
 
         y[t] = Σ_j w2[chosen[t, j]] (weights[t, j] · silu(min(gate, limit)) · clip(up, ±limit))
         gate, up = w13[chosen[t, j]] x[t]
 
     This is the feed-forward layer of DeepSeek-V4 and of other mixtures of experts (vLLM and tokamax call it by this
-    name). Rows are sorted by expert, and each expert's matrices are read once, in 4 bits; numbers become bfloat16 in
+    name). Rows are sorted by expert, and each expert's matrices are read once; numbers of 4 bits become bfloat16 in
     registers, and sums are float32. The channels inside of an expert are rounded to x's dtype, and so is what it makes
     of a token, before these are summed. A token's result does not depend on the other tokens.
 
@@ -44,15 +45,17 @@ def fused_moe(
 
     Args:
       x: `[b, s, k]`, bfloat16 or float32.
-      w13: `pack_experts` of gates and what they let through, `[e, 2, n, k]`.
-      w2: `pack_experts` of `[e, k, n]`.
+      w13: gates and what they let through, `[e, 2, n, k]`: bfloat16, or `pack_experts` of them.
+      w2: `[e, k, n]`, likewise. A kernel takes k and n in multiples of 256.
       chosen: int32 `[b, s, c]`, the experts of each token.
       weights: float32 `[b, s, c]`, of these.
       limit: a float > 0 for V4's SwiGLU, or None for a plain one.
       implementation: as in `fmha`.
 
     Returns:
-      `[b, s, k]` in x's dtype. On a kernel it has no gradient. Under `jax.vmap` the definition runs.
+      `[b, s, k]` in x's dtype. From matrices in bfloat16 it has the definition's gradient, in x, weights, w13 and w2:
+      in `jnp`, where every expert multiplies all tokens. From packed ones it has none on a kernel. Under `jax.vmap`
+      the definition runs.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -70,63 +73,104 @@ def fused_moe(
     op = "fused_moe"
     dims: dict[str, Any] = {}
     x = _check.operand(op, "x", x, "b s k", dims, (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)))
-    for name, w, gated in (("w13", w13, True), ("w2", w2, False)):
-        if not isinstance(w, PackedExperts):
-            raise _check.error(TypeError, op, name, w, "PackedExperts, as pack_experts makes them")
-        if w.gated != gated:
-            got, wanted = ("a gated matrix", "a plain one") if w.gated else ("a plain matrix", "a gated one")
-            raise _check.error(ValueError, op, name, got, wanted)
-    if w13.columns != dims["k"]:
-        raise _check.error(ValueError, op, "w13", f"{w13.columns} columns", f"k={dims['k']}, as x has")
-    e, inner = w13.experts, w13.rows // 2
-    if (w2.experts, w2.rows, w2.columns) != (e, dims["k"], inner):
-        got = f"{w2.experts} experts of {w2.rows} x {w2.columns}"
-        raise _check.error(ValueError, op, "w2", got, f"{e} of {dims['k']} x {inner}, as w13 and x have")
+    if isinstance(w13, PackedExperts) or isinstance(w2, PackedExperts):
+        e = _check_packed(op, w13, w2, dims["k"])
+    else:
+        dims["gates"] = 2
+        w13 = _check.operand(op, "w13", w13, "e gates n k", dims, (jnp.dtype(jnp.bfloat16),))
+        w2 = _check.operand(op, "w2", w2, "e k n", dims, (jnp.dtype(jnp.bfloat16),))
+        e = dims["e"]
     chosen = _check.operand(op, "chosen", chosen, "b s c", dims, _check.INT)
     weights = _check.operand(op, "weights", weights, "b s c", dims, _check.FP32)
     limit = math.inf if limit is None else _check.number(op, "limit", limit, "a float > 0", lambda y: y > 0)
     _check.implementation(op, implementation)
     if implementation == "reference":
         return experts.of_experts(x, w13, w2, chosen, weights, limit=limit)
-    support = _support(x, e)
+    is_packed = isinstance(w13, PackedExperts)
+    support = _support(x, w13, e)
     use = choose(op, implementation, support)
     params = (("limit", limit),)
-    arrays = (x, chosen, weights, *(a[None] for w in (w13, w2) for a in (w.data, w.factor)))
-    (y,) = without_gradient(Call(_FUSED_MOE, use, params, support), *arrays)
+    call = Call(_OF_PACKED if is_packed else _OF_ROWS, use, params, support)
+    arrays = (a[None] for a in jax.tree.leaves((w13, w2)))
+    (y,) = Differentiable(call, None if is_packed else Function(_gradient, params))(x, weights, *arrays, chosen)
     return y
 
 
-def _support(x: jax.Array, e: int) -> Support:
-    archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=FORMAT)
-    fits = e <= raw.MOST_EXPERTS and x.size
-    got = f"{x.dtype.name}, {FORMAT}, {e} experts"
+def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
+    """Returns the number of experts whose matrices fit together, and x of k channels."""
+    for name, w, gated in (("w13", w13, True), ("w2", w2, False)):
+        if not isinstance(w, PackedExperts):
+            raise _check.error(TypeError, op, name, w, "PackedExperts, as pack_experts makes them, as the other one is")
+        if w.gated != gated:
+            got, wanted = ("a gated matrix", "a plain one") if w.gated else ("a plain matrix", "a gated one")
+            raise _check.error(ValueError, op, name, got, wanted)
+    if w13.columns != k:
+        raise _check.error(ValueError, op, "w13", f"{w13.columns} columns", f"k={k}, as x has")
+    e, inner = w13.experts, w13.rows // 2
+    if (w2.experts, w2.rows, w2.columns) != (e, k, inner):
+        got = f"{w2.experts} experts of {w2.rows} x {w2.columns}"
+        raise _check.error(ValueError, op, "w2", got, f"{e} of {k} x {inner}, as w13 and x have")
+    return e
+
+
+def _support(x: jax.Array, w13: Experts, e: int) -> Support:
+    is_packed = isinstance(w13, PackedExperts)  # in multiples of UNIT
+    format, rows, columns = (PACKED, UNIT, UNIT) if is_packed else (ROWS, *w13.shape[2:])
+    fits = e <= raw.MOST_EXPERTS and x.size and rows % UNIT == 0 and columns % UNIT == 0
+    archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=format)
+    got = f"{x.dtype.name}, {format}, {e} experts" + ("" if is_packed else f" of {rows} x {columns}")
     return Support(got, ("group_rows", "grouped_product"), archs if fits else ())
 
 
-def _definition(x: Any, chosen: Any, weights: Any, *ws: Any, limit: float) -> Arrays:
-    data13, factor13, data2, factor2 = (w[0] for w in ws)
+def _of_packed(x: Any, weights: Any, *operands: Any, limit: float) -> Arrays:
+    *arrays, chosen = operands
+    data13, factor13, data2, factor2 = (w[0] for w in arrays)
     w13, w2 = PackedExperts(data13, factor13, gated=True), PackedExperts(data2, factor2, gated=False)
     return (experts.of_experts(x, w13, w2, chosen, weights, limit=limit),)
 
 
-def _kernel(x: Any, chosen: Any, weights: Any, *ws: Any, limit: float) -> Arrays:
-    arrays = [w[0] for w in ws]
+def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
+    return (experts.of_experts(x, w13[0], w2[0], chosen, weights, limit=limit),)
+
+
+def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, limit: float) -> Arrays:
+    """The gradients of all operands but the choices, by the definition."""
+    _, back = jax.vjp(lambda *given: _of_rows(*given, chosen, limit=limit), x, weights, w13, w2)
+    gradients: Arrays = back((dy,))
+    return gradients
+
+
+def _packed_by_kernels(x: Any, weights: Any, *operands: Any, limit: float) -> Arrays:
+    *arrays, chosen = operands
+    arrays = [w[0] for w in arrays]
     inner = PackedExperts(arrays[2], arrays[3], gated=False).columns
-    y, places = raw.fused_moe(x, chosen, weights, *arrays, inner=inner, limit=limit, format=FORMAT)
+    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=inner, limit=limit, format=PACKED))
+
+
+def _rows_by_kernels(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
+    none = jnp.zeros(0, jnp.float32)  # factors
+    arrays = (w13[0], none, w2[0], none)
+    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=w2.shape[3], limit=limit, format=ROWS))
+
+
+def _summed(x: Any, y: Any, places: Any) -> Arrays:
+    """The sum of the rows y of each token's experts."""
     there = jnp.where(places < 0, y.shape[0], places)
     parts = jnp.take(y, there, 0, mode="fill", fill_value=0)
     return (parts.astype(jnp.float32).sum(2).astype(x.dtype),)
 
 
-_FUSED_MOE = Op(
-    "fused_moe",
-    (
-        *(Axes("x", "b s_q k"), Axes("chosen", "b s_q c"), Axes("weights", "b s_q c")),
-        *(Axes("w13", "b* e tiles13 slabs13 bytes"), Axes("factor13", "b* e")),
-        *(Axes("w2", "b* e tiles2 slabs2 bytes"), Axes("factor2", "b* e")),
-    ),
-    (Axes("y", "b s_q k"),),
-    _definition,
-    _kernel,
-    is_mapped=False,
+def _op(definition: Any, kernel: Any, *matrices: Axes) -> Op:
+    operands = (Axes("x", "b s_q k"), Axes("weights", "b s_q c"), *matrices, Axes("chosen", "b s_q c"))
+    return Op("fused_moe", operands, (Axes("y", "b s_q k"),), definition, kernel, is_mapped=False)
+
+
+_OF_PACKED = _op(
+    *(_of_packed, _packed_by_kernels),
+    *(Axes("w13", "b* e tiles13 slabs13 bytes"), Axes("factor13", "b* e")),
+    *(Axes("w2", "b* e tiles2 slabs2 bytes"), Axes("factor2", "b* e")),
+)
+_OF_ROWS = _op(
+    *(_of_rows, _rows_by_kernels),
+    *(Axes("w13", "b* e gates rows13 columns13"), Axes("w2", "b* e rows2 columns2")),
 )

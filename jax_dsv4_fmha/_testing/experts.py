@@ -57,6 +57,13 @@ class Problem:
         w13, w2 = (pack_experts(jnp.asarray(c[..., ::2] | c[..., 1::2] << 4), jnp.asarray(s)) for c, s in pairs)
         return w13, w2
 
+    @property
+    def unpacked(self) -> tuple[Any, Any]:
+        """The same matrices in bfloat16, which has all that MXFP4 has: `[e, 2, inner, k]` and `[e, k, inner]`."""
+        pairs = ((self.codes13, self.scales13), (self.codes2, self.scales2))
+        w13, w2 = (jnp.asarray(numbers(*pair).astype(BF16)) for pair in pairs)
+        return w13, w2
+
     def rows(self) -> dict[int, list[int]]:
         """The choices of each expert, by their numbers."""
         flat = self.chosen.ravel()
@@ -74,7 +81,8 @@ class Problem:
 def numbers(codes: Numbers, scales: Numbers) -> Numbers:
     """float64: what codes and scales stand for."""
     values = np.array((*E2M1, *(-v for v in E2M1)))[codes]
-    made: Numbers = values * np.repeat(2.0 ** (scales.astype(np.float64) - 127), GROUP, -1)
+    powers = np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
+    made: Numbers = values * np.repeat(powers, GROUP, -1)
     return made
 
 
@@ -114,9 +122,10 @@ class ExpertsCase(Case):
         return found + ([] if got.tobytes() == again.tobytes() else ["other bits in the second run"])
 
 
-def operands(x: Problem, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+def operands(x: Problem, dtype: Any = jnp.bfloat16, is_packed: bool = True) -> tuple[Any, ...]:
     """The op's operands, with the tokens as one sequence."""
-    return jnp.asarray(x.x, dtype)[None], *x.packed, jnp.asarray(x.chosen)[None], jnp.asarray(x.weights)[None]
+    matrices = x.packed if is_packed else x.unpacked
+    return jnp.asarray(x.x, dtype)[None], *matrices, jnp.asarray(x.chosen)[None], jnp.asarray(x.weights)[None]
 
 
 def wanted(x: Problem, round_inner: bool = True) -> Numbers:

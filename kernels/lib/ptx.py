@@ -452,8 +452,15 @@ def copy_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
     ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", Int32(smem), Int64(gmem), Int32(present))
 
 
+def in_a_register(address: Int32) -> Int32:
+    """A multiple of 16, of which ptxas does not know that it is a sum of a lane's part and a warp's."""
+    return ptx("and.b32 $0, $1, 0xfffffff0;", Int32(address), gives=(Int32,), pure=True)[0]
+
+
 def copy_once_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
-    """`copy_or_zero` of bytes that are not read again: L2 evicts their lines first."""
+    """`copy_or_zero` of bytes that are not read again: L2 evicts their lines first. A build is refused in which ptxas
+    takes a part of smem from a uniform register (`kernels/cubin.py`): `in_a_register` hides that there is one.
+    """
     text = """{ .reg .b64 evict_first; mov.b64 evict_first, 0x12F0000000000000;
         cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0], [$1], 16, $2, evict_first; }"""
     ptx(text, Int32(smem), Int64(gmem), Int32(present))

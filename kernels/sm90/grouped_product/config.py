@@ -7,23 +7,29 @@ from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
 from kernels.lib.rows import ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
 
-from .weights import FORMATS, Format
+from .weights import FORMATS, Bfloat16, Mxfp4
 
 LANES_A_ROW = 8  # neighbouring lanes copy a row of 128 bytes
+BLOCK = 16  # rows of a matrix that a warp multiplies: in memory they are 16 neighbours, or 8 gates and 8 beside them
 SMEM_OF_SM, SMEM_RESERVED = 228 * 1024, 1024  # bytes; the latter of each CTA
 
 
 @dataclass(frozen=True)
 class Config:
     dtype: str  # of x and y
-    weights: str  # how matrices are packed: a key of `FORMATS`
+    weights: str  # what matrices are in: a key of `FORMATS`
     gated: bool  # whether rows of a matrix are pairs of a gate and what it lets through
     max_rows: int  # of a group that share a tile
     stages: int = 0  # of the ring; as many as there is room for if 0
 
     @property
-    def format(self) -> Format:
+    def format(self) -> Mxfp4 | Bfloat16:
         return FORMATS[self.weights]
+
+    @property
+    def is_packed(self) -> bool:
+        """True where a tile's codes lie together in memory, and bulk copies bring them; rows come by cp.async."""
+        return self.format.is_packed
 
     @property
     def is_few(self) -> bool:
@@ -42,13 +48,13 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """The number of CTAs that run on an SM."""
-        return 4 if self.is_few else 1
+        """The number of CTAs that run on an SM. Without unpacking, two keep up with memory."""
+        return (4 if self.is_packed else 2) if self.is_few else 1
 
     @property
     def slabs(self) -> int:
-        """The number of slabs, of 64 of k, that a stage has."""
-        return 4 if self.is_few else 2
+        """The number of slabs, of 64 of k, that a stage has: half as many of bfloat16, to have four stages."""
+        return (4 if self.is_few else 2) // (1 if self.is_packed else 2)
 
     @property
     def stages_at_once(self) -> int:
@@ -73,7 +79,9 @@ class Config:
     @property
     def arrivals(self) -> int:
         """The number of arrivals of loaders that fill a stage."""
-        return 1 if self.is_few else self.loaders + 1
+        by_threads = 0 if self.is_few and self.is_packed else self.loaders
+        by_bulk_copies = 1 if self.is_few or self.is_packed else 0
+        return by_threads + by_bulk_copies
 
     @property
     def threads(self) -> int:
@@ -144,6 +152,11 @@ class Config:
     @property
     def rows_of_loader(self) -> int:
         return self.max_rows // self.rows_at_a_time
+
+    @property
+    def turns_of_block(self) -> int:
+        """The number of times that all loaders copy until 16 rows of a matrix are there."""
+        return BLOCK // self.rows_at_a_time
 
     @property
     def launch_options(self) -> dict[str, int]:

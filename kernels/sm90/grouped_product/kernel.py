@@ -1,5 +1,5 @@
-"""y = w x for the rows of x in each group, with the group's matrix: the experts of a layer. Weights come packed, and
-become bfloat16 in registers.
+"""y = w x for the rows of x in each group, with the group's matrix: the experts of a layer. Weights come packed, in
+MXFP4, and become bfloat16 in registers; or they come in bfloat16, as a model has them.
 
 The operands are swapped: 64 rows of the matrix come from registers, and rows of x are a product's columns. So a few
 rows of x are a narrow product.
@@ -11,6 +11,11 @@ For few rows (a step) reading the matrices takes the time. Four CTAs run on an S
 and multiplies, by a warp's products, since a warpgroup's takes as long for 8 rows of x as for 64. Bulk copies bring
 rows of x, one a lane. For many rows (a prompt) two warpgroups have 128 rows of the matrix each, and rows of x come by
 cp.async.
+
+Matrices in bfloat16 take the same way without decoding: cp.async brings rows of a slab, 128 bytes each, in the order of
+a product's rows, and ldmatrix reads the operand. Of 64 rows a slab has 8 KB, 3.8 times as many as packed. So for few
+rows two CTAs run on an SM, with five stages of two slabs (21 KB each, of which x has 4), and for many rows a CTA has
+four stages of one slab (48 KB, of which x has 16). Sums, two operands and one that is being read take 176 registers.
 
 A list, which `group_rows` makes, names tiles: a group, its first row and how many it has. A CTA takes a tile with some
 rows of the matrix, all of k, and then its next one: the ring of stages runs on. What a row gets does not depend on the
@@ -37,7 +42,9 @@ from kernels.lib.ptx import (
     bounded,
     copy_bulk,
     copy_bulk_once,
+    copy_once_or_zero,
     copy_or_zero,
+    in_a_register,
     least,
     load_four_words,
     load_matrices,
@@ -50,7 +57,7 @@ from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import K_MAJOR, SLAB, multiply, operand_b, register_operand, tiled_mma
 
-from .config import LANES_A_ROW, Config
+from .config import BLOCK, LANES_A_ROW, Config
 from .weights import STEPS
 
 CHUNK = 8  # elements of one 16-byte copy
@@ -62,7 +69,7 @@ class Extents(NamedTuple):
 
     k: Int32
     n: Int32  # columns of y
-    slabs: Int32  # of a matrix, along k: a multiple of those of a stage
+    slabs: Int32  # of a matrix, along k: a multiple of those of stages at once
     tiles: Int32  # of a matrix, of 64 rows: a multiple of those of a CTA
     per_row: Int32  # entries of the list of rows for each row of x; 0 where x is sorted as y is
 
@@ -96,8 +103,8 @@ class GroupedProductSm90(Kernel):
     def __call__(
         self,
         x: cute.Pointer,  # [rows, k]
-        w: cute.Pointer,  # bytes [groups, tiles, slabs, slab_bytes]
-        factor: cute.Pointer,  # float32 [groups], that a matrix is multiplied by
+        w: cute.Pointer,  # bytes [groups, tiles, slabs, slab_bytes]; or bfloat16 [groups, n, k], [groups, 2, n, k]
+        factor: cute.Pointer,  # float32 [groups], that a packed matrix is multiplied by
         y: cute.Pointer,  # [rows, n], by group
         list: cute.Pointer,
         weights: cute.Pointer,
@@ -180,18 +187,27 @@ class GroupedProductSm90(Kernel):
             tile = self.tile(rows, n, item)
             row = self.row_of_x(tile, cutlass.min(lane, tile.rows - 1), rows, n)
             source = (x + Int64(row) * n.k).toint()
-            codes = self.codes_of(tile, w, n)
+            if cutlass.const_expr(c.is_packed):
+                codes = self.codes_of(tile, w, n)
+            else:
+                rows_of_w = self.rows_of_matrix(tile, w, lane, n)
             for s in cutlass.range(stages, unroll=1):
                 state = ring.at(fill + s)
                 state.wait_empty()
                 if lane == 0:
-                    state.expect_full(c.weight_bytes + tile.rows * size)
-                    copy_bulk_once(
-                        of_w + state.index * c.weight_bytes, codes + s * c.tile_bytes, c.tile_bytes, state.full
-                    )
+                    if cutlass.const_expr(c.is_packed):
+                        state.expect_full(c.weight_bytes + tile.rows * size)
+                        copy_bulk_once(
+                            of_w + state.index * c.weight_bytes, codes + s * c.tile_bytes, c.tile_bytes, state.full
+                        )
+                    else:
+                        state.expect_full(tile.rows * size)
                 cute.arch.sync_warp()
                 if lane < tile.rows:
                     copy_bulk(of_x + (state.index * c.x_bytes + lane * c.pitch), source + s * size, size, state.full)
+                if cutlass.const_expr(not c.is_packed):
+                    self.copy_matrix(of_w + state.index * c.weight_bytes, rows_of_w, s, lane, n)
+                    state.copy_full()
             fill = fill + stages
 
     def row_of_x(self, tile: Tile, i: Int32, rows: Rows, n: Extents) -> Int32:
@@ -202,6 +218,36 @@ class GroupedProductSm90(Kernel):
         """Returns the address at which this tile's rows of the matrix begin."""
         place = (Int64(tile.group) * n.tiles + tile.part * self.config.tiles_of_cta) * n.slabs
         return w.toint() + place * self.config.format.slab_bytes
+
+    def rows_of_matrix(self, tile: Tile, w: cute.Pointer, thread: Int32, n: Extents) -> list[Int64]:
+        """The addresses of 16 bytes in rows of the matrix that a thread copies, in the first block of 16 of a tile."""
+        c, found = self.config, []
+        block = tile.part * (c.tiles_of_cta * ROWS_OF_WARPGROUP // BLOCK)
+        for turn in range(c.turns_of_block):
+            row = turn * c.rows_at_a_time + thread // LANES_A_ROW
+            upper, row = row // (BLOCK // 2), row % (BLOCK // 2)
+            if c.gated:
+                place = (Int64(tile.group) * 2 + upper) * n.n + (block * (BLOCK // 2) + row)
+            else:
+                place = Int64(tile.group) * n.n + (block * BLOCK + row * 2 + upper)
+            found.append(w.toint() + (place * n.k + thread % LANES_A_ROW * CHUNK) * 2)
+        return found
+
+    @cute.jit
+    def copy_matrix(self, target: Int32, sources: list, stage: Int32, thread: Int32, n: Extents):
+        """Copies a stage's slabs of this CTA's rows of the matrix; sources: `rows_of_matrix`."""
+        c = self.config
+        pitch = Int64(n.k) * (2 * (BLOCK // 2 if c.gated else BLOCK))  # bytes from a block of 16 rows to the next
+        blocks = ROWS_OF_WARPGROUP // BLOCK
+        for turn in cutlass.range_constexpr(c.turns_of_block):
+            row = turn * c.rows_at_a_time + thread // LANES_A_ROW
+            swizzled = row * c.format.row_bytes + (thread % LANES_A_ROW ^ row % 8) * 16
+            first = in_a_register(target + swizzled)
+            for i in cutlass.range_constexpr(c.tiles_of_cta * blocks):
+                to = first + (i // blocks * c.tile_bytes + i % blocks * BLOCK * c.format.row_bytes)
+                source = sources[turn] + i * pitch + Int64(stage) * (c.slabs * c.format.row_bytes)
+                for slab in cutlass.range_constexpr(c.slabs):
+                    copy_once_or_zero(to + slab * c.format.slab_bytes, source + slab * c.format.row_bytes, Int32(16))
 
     @cute.jit
     def produce(
@@ -220,11 +266,16 @@ class GroupedProductSm90(Kernel):
                 row = i * c.rows_at_a_time + row0
                 source[i] = self.row_of_x(tile, cutlass.min(row, tile.rows - 1), rows, n)
             padded = ceil_div(tile.rows, Int32(c.step)) * c.step  # a product reads zeros in place of rows
-            codes = self.codes_of(tile, w, n)
+            if cutlass.const_expr(c.is_packed):
+                codes = self.codes_of(tile, w, n)
+            else:
+                rows_of_w = self.rows_of_matrix(tile, w, thread, n)
             for s in cutlass.range(stages, unroll=1):
                 state = ring.at(fill + s)
                 state.wait_empty()
-                if thread == 0:
+                if cutlass.const_expr(not c.is_packed):
+                    self.copy_matrix(of_w + state.index * c.weight_bytes, rows_of_w, s, thread, n)
+                elif thread == 0:
                     state.expect_full(c.weight_bytes)
                     for i in cutlass.range_constexpr(c.tiles_of_cta):
                         copy_bulk_once(
@@ -271,10 +322,10 @@ class GroupedProductSm90(Kernel):
         first_item, items = cute.arch.block_idx()[0], self.items(rows, n)
         for item in cutlass.range(first_item, items, cute.arch.grid_dim()[0], unroll=1):
             tile = self.tile(rows, n, item)
-            scale = load(factor + tile.group)
+            scale = load(factor + tile.group) if cutlass.const_expr(c.is_packed) else Float32(1.0)
             if cutlass.const_expr(c.gated and c.is_few):  # ahead of their use, where registers are free
                 self.read_weights(of_rows, rows, tile, thread)
-            codes = of_w + group * c.units * c.tile_bytes + thread * 16
+            codes = of_w + group * c.units * c.tile_bytes + c.format.place(thread)
             if cutlass.const_expr(c.is_few):
                 for j in cutlass.range_constexpr(len(c.columns)):
                     if (tile.rows > c.columns[j] - c.step) & (tile.rows <= c.columns[j]):
