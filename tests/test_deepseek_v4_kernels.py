@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from examples.deepseek_v4 import common, grouped, sinkhorn
+from examples.deepseek_v4.exact import exact_product
 from examples.deepseek_v4.grouped import blocks, products
 from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.sinkhorn import doubly_stochastic
+
+from .helpers import normal
 
 
 @pytest.mark.parametrize("rows, experts", [(7, 3), (400, 5), (600, 2)])
@@ -70,6 +73,17 @@ def with_gradient(x):
 
 
 LOGITS = [(64, 1, 4, 4), (3, 7, 4, 4)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_exact_products(dtype):
+    """As in float64, and so are gradients; that of a bfloat16 operand but for its own rounding."""
+    x, w, dy = normal(0, 2, 9, 64, dtype=dtype), normal(1, 24, 64), normal(2, 2, 9, 24)
+    y, back = jax.vjp(jax.jit(exact_product), x, w)
+    x64, w64, dy64 = (np.asarray(a, np.float64) for a in (x, w, dy))
+    wanted = x64 @ w64.T, dy64 @ w64, np.einsum("bsn,bsk->nk", dy64, x64)
+    for got, want, rounding in zip((y, *back(dy)), wanted, (0, 2**-8 if dtype == "bfloat16" else 0, 0), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rounding, atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("shape", LOGITS, ids=str)

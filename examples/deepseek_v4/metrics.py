@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from .model import Model
 
 PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """dense bfloat16 FLOP/s of a device whose kind has this in its name"""
+PART_OF = {"attention": "products", "moe": "moe"}
+"""the part of a layer's matrices, by the name of its parameters; all others are of connections"""
 SAMPLED = 32
 """queries of a sequence by which an indexer is judged"""
 PANELS = (
@@ -87,24 +90,33 @@ def recall(layer: DSV4Attention, out: Output, shared: Shared, place: jax.Array, 
 
 def flops(model: Model, s: float) -> float:
     """Counts a token's flop in a step: three times the forward pass's, without what the backward pass computes anew."""
-    total = 2 * model.hidden * model.vocabulary
-    for layer, (routed, rest) in zip(model.layers, matrices(model), strict=True):
+    return 3 * sum(flops_of_parts(model, s).values())
+
+
+def flops_of_parts(model: Model, s: float) -> dict[str, float]:
+    """A token's flop in the forward pass, by the parts of parts.py, in a sequence of s tokens."""
+    found = defaultdict(float, head=2 * model.hidden * model.vocabulary)
+    for layer, sizes in zip(model.layers, matrices(model), strict=True):
         past = s / 2 / layer.ratio if layer.ratio else 0  # entries before a token, on average
         seen = min(layer.window, s / 2) + (min(past, layer.indexer.topk) if layer.indexer else past)
-        total += 2 * (rest + routed * model.chosen / model.experts) + 4 * layer.heads * layer.d * seen
-        total += 2 * layer.indexer.heads * layer.indexer.d * past if layer.indexer else 0
-    return 3 * total
+        for part, n in sizes.items():
+            found[part] += 2 * n * (model.chosen / model.experts if part == "experts" else 1)
+        found["attention"] += 4 * layer.heads * layer.d * seen
+        found["indexer"] += 2 * layer.indexer.heads * layer.indexer.d * past if layer.indexer else 0
+    return dict(found)
 
 
 @functools.cache
-def matrices(model: Model) -> list[tuple[int, int]]:
-    """The numbers of each layer's matrices: of the routed experts, and of the rest."""
+def matrices(model: Model) -> list[dict[str, int]]:
+    """How many numbers each layer's matrices have, by part: experts are the routed ones, and "moe" the rest of it."""
     found = []
     for p in jax.eval_shape(lambda: model.init(jax.random.key(0)))["layers"]:
-        sizes = jax.tree_util.tree_leaves_with_path(p)
-        routed = sum(x.size for path, x in sizes if path[-1].key in ("w13", "w2"))
-        rest = sum(x.size for path, x in sizes if x.ndim > 1 and path[-1].key not in ("w13", "w2", "ape"))
-        found.append((routed, rest))
+        sizes = defaultdict(int)
+        for path, x in jax.tree_util.tree_leaves_with_path(p):
+            of, name = path[0].key, path[-1].key
+            part = "experts" if name in ("w13", "w2") else PART_OF.get(of, "connections")
+            sizes[part] += x.size if x.ndim > 1 and name != "ape" else 0
+        found.append(dict(sizes))
     return found
 
 

@@ -98,14 +98,16 @@ def main(
             "GiB of state": memory.argument_size_in_bytes / 2**30,
             "compiled in s": seconds,
             "GiB beside it": memory.temp_size_in_bytes / 2**30,
+            "parameters": sum(x.size for x in jax.tree.leaves(state.learned)),
+            "TFLOP": {part: 3e-12 * b * s * n for part, n in metrics.flops_of_parts(model, s).items()},
         }
         if jax.default_backend() == "gpu":
             row["parts"] = of_calls(call, step.as_text() or "", 2, mesh.size)
     for name, x in row.items():
-        if name != "parts":
+        if name not in ("parts", "TFLOP"):
             print(f"{name:16}{x:.3f}" if isinstance(x, float) else f"{name:16}{x}")
     for part, ms in sorted(row.get("parts", {}).items(), key=lambda item: -item[1]):
-        print(f"    {part:14}{ms:10.2f} ms")
+        print(f"    {part:14}{ms:10.2f} ms{row['TFLOP'].get(part, 0):10.2f} TFLOP of the model")
     if file:
         Path(file).write_text(json.dumps(row, indent=1) + "\n")
     return row

@@ -33,6 +33,7 @@ from jax_dsv4_fmha.layers import zigzag as zigzagged
 
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
+from .exact import exact_product
 from .grouped import blocks, products
 from .packed import Packed, in_file
 from .sinkhorn import doubly_stochastic
@@ -595,10 +596,9 @@ def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:
     """All streams of a token, normed, times fn `[count, n hidden]`: float32 `[b, s, count]`."""
-    x = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
-    return jnp.einsum("bsk,ck->bsc", x, fn, precision="highest") * jax.lax.rsqrt(
-        jnp.mean(jnp.square(x), -1, keepdims=True) + eps
-    )
+    x = x.reshape(*x.shape[:2], -1)
+    square = jnp.square(x.astype(jnp.float32))
+    return exact_product(x, fn) * jax.lax.rsqrt(jnp.mean(square, -1, keepdims=True) + eps)
 
 
 def joined(pre: jax.Array, x: jax.Array) -> jax.Array:
