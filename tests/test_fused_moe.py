@@ -1,4 +1,4 @@
-"""A layer's experts, from MXFP4, FP8 and bfloat16: the definition, packing, errors, transformations, kernels on a GPU."""
+"""A layer's experts, from MXFP4, FP8 and bfloat16: definition, packing, errors, transformations, kernels on a GPU."""
 
 import functools
 
@@ -346,7 +346,7 @@ def test_errors_of_packing():
     for args, says in cases:
         with pytest.raises((ValueError, TypeError), match=says):
             pack_experts(*args)
-    with pytest.raises(TypeError, match="scales: .*float8_e8m0fnu inside of jax.jit"):
+    with pytest.raises(TypeError, match=r"scales: .*float8_e8m0fnu inside of jax\.jit"):
         jax.jit(pack_experts)(in_fp8, of_blocks)
 
 

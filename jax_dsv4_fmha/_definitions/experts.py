@@ -1,4 +1,4 @@
-"""Matrices of experts in MXFP4 or FP8, laid out for products, and what a layer's experts compute with these or others."""
+"""Matrices of experts in MXFP4 or FP8, laid out for products, and what a layer's experts compute with any."""
 
 import functools
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ MXFP4, E4M3 = "mxfp4", "e4m3"
 FIELDS = ((6, 15), (3, 12), (0, 14), (9, 13))
 """where in either half of a word the bits of a code are, of each of four: e e m from here on, and the sign"""
 GREATEST_SCALE = 128
-"""the code of the greatest power of two by which a number of MXFP4 becomes bfloat16 without a factor for the matrix: 2"""
+"""the code of the greatest power of two, 2, by which a number of MXFP4 becomes bfloat16 without a factor"""
 
 
 @public_pytree

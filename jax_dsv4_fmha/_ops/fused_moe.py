@@ -37,8 +37,8 @@ def fused_moe(
 
     This is the feed-forward layer of DeepSeek-V4 and of other mixtures of experts (vLLM and tokamax call it by this
     name). Rows are sorted by expert, and each expert's matrices are read once; numbers of 4 or 8 bits become bfloat16
-    in registers, and sums are float32. The channels inside of an expert are rounded to x's dtype, and so is what it makes
-    of a token, before these are summed. A token's result does not depend on the other tokens.
+    in registers, and sums are float32. The channels inside of an expert are rounded to x's dtype, and so is what it
+    makes of a token, before these are summed. A token's result does not depend on the other tokens.
 
     On a mesh, call it in `jax.shard_map`, with the experts of a device and `chosen` less the number of its first
     expert, and sum the results: a choice that is not of `[0, e)` adds nothing.
