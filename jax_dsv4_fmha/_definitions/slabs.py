@@ -1,4 +1,4 @@
-"""Where products in bfloat16 want a matrix's numbers: in tiles of 64 rows and slabs of 64 columns, and in FP8 there."""
+"""Tiles of 64 rows and slabs of 64 columns, in which products in bfloat16 want a matrix, and matrices in FP8 there."""
 
 import jax
 import jax.numpy as jnp

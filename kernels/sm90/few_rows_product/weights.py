@@ -1,4 +1,4 @@
-"""What a matrix may be packed in, which `_definitions/packed_matrix.py` does once."""
+"""The formats of packed matrices, which `_definitions/packed_matrix.py` makes once."""
 
 from kernels.lib.e4m3 import E4m3
 
