@@ -116,8 +116,10 @@ def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
 
 
 def _support(x: jax.Array, w13: Experts, e: int) -> Support:
-    is_packed = isinstance(w13, PackedExperts)  # in multiples of UNIT
-    format, rows, columns = (w13.format, UNIT, UNIT) if isinstance(w13, PackedExperts) else (ROWS, *w13.shape[2:])
+    if is_packed := isinstance(w13, PackedExperts):
+        format, rows, columns = w13.format, UNIT, UNIT  # in multiples of UNIT
+    else:
+        format, (rows, columns) = ROWS, w13.shape[2:]
     fits = e <= raw.MOST_EXPERTS and x.size and rows % UNIT == 0 and columns % UNIT == 0
     archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=format)
     got = f"{x.dtype.name}, {format}, {e} experts" + ("" if is_packed else f" of {rows} x {columns}")
@@ -137,7 +139,11 @@ def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: flo
 
 def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of all operands but the choices, by the definition."""
-    _, back = jax.vjp(lambda *given: _of_rows(*given, chosen, limit=limit), x, weights, w13, w2)
+
+    def of(x: Any, weights: Any, w13: Any, w2: Any) -> Arrays:
+        return _of_rows(x, weights, w13, w2, chosen, limit=limit)
+
+    _, back = jax.vjp(of, x, weights, w13, w2)
     gradients: Arrays = back((dy,))
     return gradients
 
