@@ -9,6 +9,9 @@ namespace dsv4_fmha {
 
 constexpr std::string_view kNotPacked = "bfloat16";
 
+// The bytes of a slab of a packed matrix's tile, 64 by 64 codes and their scales.
+constexpr int64_t SlabBytesOf(std::string_view format) { return format == "e4m3" ? 4112 : 2176; }
+
 struct FusedMoe {
   using Call = FusedMoeCall;
   using Shape = FusedMoeShape;
@@ -32,6 +35,9 @@ struct FusedMoe {
     if (call.w2.dtype != call.w13.dtype) return Refuse(call.w2, Show(call.w2.dtype), Show(call.w13.dtype));
     if (is_packed == (call.format == kNotPacked)) {
       return Refuse(call.w13, Show(call.w13.dtype), "matrices in " + std::string(call.format));
+    }
+    if (const int64_t bytes = SlabBytesOf(call.format); is_packed && n.slab_bytes != bytes) {
+      return Refuse(call.w13, "shape " + Show(call.w13.dimensions), "slabs of " + Show(bytes) + " bytes");
     }
     if (const int64_t factors = is_packed ? n.groups : 0; n.n_factors != factors) {
       return Refuse(call.factor13, "shape " + Show(call.factor13.dimensions), Show(factors) + " numbers");

@@ -295,7 +295,7 @@ VARIANTS: tuple[Variant, ...] = (
         GroupedProduct(
             "grouped_product", "sm_90a", f"{HOPPER}.grouped_product.kernel", "bfloat16", weights, gated, rows
         )
-        for weights in ("mxfp4", "bfloat16")
+        for weights in ("mxfp4", "e4m3", "bfloat16")
         for gated in (False, True)
         for rows in (FEW_ROWS, ANY)
     ),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import PackedMatrix, pack_matrix
 from jax_dsv4_fmha._bench.layer import LayerRow
 from jax_dsv4_fmha._bench.measure import KERNEL_BY_KERNEL, interleaved
-from jax_dsv4_fmha._definitions.packed_matrix import BLOCK
+from jax_dsv4_fmha._definitions.slabs import BLOCK
 from jax_dsv4_fmha._host import few_rows_product as raw
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import Shared, _few_rows, from_config

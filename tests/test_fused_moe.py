@@ -1,9 +1,10 @@
-"""A layer's experts, from MXFP4 and bfloat16: the definition, packing, errors, transformations, kernels on a GPU."""
+"""A layer's experts, from MXFP4, FP8 and bfloat16: definition, packing, errors, transformations, kernels on a GPU."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -15,20 +16,50 @@ from jax_dsv4_fmha import EXPORT_CHECKS, PackedExperts, explain, fused_moe, pack
 from jax_dsv4_fmha._host import fused_moe as raw
 from jax_dsv4_fmha._testing import experts as cases
 from jax_dsv4_fmha._testing.cases import MODEL
-from jax_dsv4_fmha._testing.experts import LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
+from jax_dsv4_fmha._testing.experts import E4M3, LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
 from kernels.abi import MOST_GROUPS, GroupedProduct
 from tests.helpers import collectives
 from tests.transformed import KINDS
 
 CASES = [case for case in MODEL if isinstance(case, ExpertsCase)]
+WEIGHTS = ("MXFP4", "FP8", "bfloat16")
 
 
+def given_in(weights, rows, dtype=jnp.bfloat16, **sizes):
+    """A problem, and the op's operands with matrices in this."""
+    x = Problem.of(rows, fp8=weights == "FP8", **sizes)
+    return x, operands(x, dtype, is_packed=weights != "bfloat16")
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["MXFP4", "FP8"])
 @pytest.mark.parametrize("change", [lambda x: x, of_large_scales], ids=["usual scales", "large and small scales"])
-def test_packing_keeps_all_numbers(change):
-    x = change(Problem.of([1, 0, 3], k=512))
+def test_packing_keeps_all_numbers(change, fp8):
+    x = change(Problem.of([1, 0, 3], k=512, fp8=fp8))
     for packed, codes, scales in zip(x.packed, (x.codes13, x.codes2), (x.scales13, x.scales2), strict=True):
-        assert packed.data.nbytes == codes.size * 17 // 32
+        assert packed.data.nbytes == codes.size * (4112 if fp8 else 2176) // 4096
+        assert packed.format == ("e4m3" if fp8 else "mxfp4")
         np.testing.assert_array_equal(np.asarray(packed.unpacked()), numbers(codes, scales))
+
+
+def test_what_scales_of_fp8_may_be():
+    x = Problem.of([1, 2], fp8=True)
+    codes, want = x.codes13.view(E4M3), x.packed[0]
+    as_float32 = (2.0 ** (x.scales13.astype(int) - 127)).astype(np.float32)
+    for scales in (as_float32, as_float32.astype(ml_dtypes.float8_e8m0fnu)):
+        np.testing.assert_array_equal(pack_experts(codes, scales).data, want.data)
+    np.testing.assert_array_equal(jax.jit(pack_experts)(codes, x.scales13).data, want.data)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_code_of_fp8_that_is_not_a_number_spoils_its_part_of_a_slab(gated):
+    """In a gated matrix, 32 of its gates or of what they let through."""
+    x = Problem.of([1, 1], fp8=True)
+    codes, n = (x.codes13, 32) if gated else (x.codes2, 64)
+    place = (1, 1, 70, 130) if gated else (1, 70, 130)
+    codes[place] = 0xFF
+    got, want = np.asarray(x.packed[not gated].unpacked()), np.ones(codes.shape, bool)
+    want[(*place[:-2], slice(70 // n * n, 70 // n * n + n), slice(128, 192))] = False
+    np.testing.assert_array_equal(np.isfinite(got), want)
 
 
 def test_a_scale_that_is_not_a_number_stays_one():
@@ -37,8 +68,9 @@ def test_a_scale_that_is_not_a_number_stays_one():
     assert not np.isfinite(np.asarray(x.packed[1].unpacked())[0, 3, 64:96]).any()
 
 
-def test_definition():
-    x = Problem.of([1, 0, 9, 20])
+@pytest.mark.parametrize("fp8", [False, True], ids=["MXFP4", "FP8"])
+def test_definition(fp8):
+    x = Problem.of([1, 0, 9, 20], fp8=fp8)
     assert off(fused_moe(*operands(x), limit=LIMIT), wanted(x)) < 2**-7
     assert off(fused_moe(*operands(x, jnp.float32), limit=LIMIT), wanted(x, round_inner=False)) < 1e-5
 
@@ -75,9 +107,10 @@ def test_a_weight_of_0_has_a_gradient():
     assert (got != 0).any()
 
 
-def test_matrices_in_bfloat16_make_the_same():
-    """They have all numbers of MXFP4, and so has a gradient in x and weights."""
-    x = Problem.of([1, 0, 9, 20])
+@pytest.mark.parametrize("fp8", [False, True], ids=["MXFP4", "FP8"])
+def test_matrices_in_bfloat16_make_the_same(fp8):
+    """They have all numbers of MXFP4 and FP8, and so has a gradient in x and weights."""
+    x = Problem.of([1, 0, 9, 20], fp8=fp8)
     packed, rows = (operands(x, is_packed=is_packed) for is_packed in (True, False))
     assert off(fused_moe(*rows, limit=LIMIT), wanted(x)) < 2**-7
 
@@ -143,12 +176,11 @@ def test_without_a_limit():
     assert (np.asarray(fused_moe(*args)) != np.asarray(fused_moe(*args, limit=0.1))).any()
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+@pytest.mark.parametrize("matrices", WEIGHTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_of_two_devices_add_up(kind, is_packed):
+def test_experts_of_two_devices_add_up(kind, matrices):
     """In a shard_map each device has some experts, and their numbers from 0 on."""
-    x = Problem.of([3, 4])
-    given, w13, w2, chosen, weights = operands(x, jnp.float32, is_packed)
+    x, (given, w13, w2, chosen, weights) = given_in(matrices, [3, 4], jnp.float32)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
 
     def of_device(given, w13, w2, chosen, weights):
@@ -200,10 +232,9 @@ def test_devices_share_out_tokens(kind, is_packed):
     assert off(y, wanted(x, round_inner=not is_packed)) < most
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
-def test_transformations(is_packed):
-    x = Problem.of([2, 5])
-    args = operands(x, jnp.float32, is_packed)
+@pytest.mark.parametrize("matrices", WEIGHTS)
+def test_transformations(matrices):
+    _, args = given_in(matrices, [2, 5], jnp.float32)
     run = functools.partial(fused_moe, limit=LIMIT)
     y = run(*args)
     np.testing.assert_allclose(jax.jit(run)(*args), y, rtol=1e-5, atol=1e-4)
@@ -232,9 +263,9 @@ def test_an_export_leaves_batch_and_tokens_open():
     np.testing.assert_array_equal(jax.export.deserialize(blob).call(*args), f(*args))
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
-def test_the_call_is_exported(is_packed):
-    args = operands(Problem.of([1, 2]), is_packed=is_packed)
+@pytest.mark.parametrize("matrices", WEIGHTS)
+def test_the_call_is_exported(matrices):
+    _, args = given_in(matrices, [1, 2])
     (decision,) = explain(fused_moe, *args)
     assert "group_rows and grouped_product" in decision.reason
     exported = jax.export.export(jax.jit(fused_moe), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args)
@@ -269,7 +300,7 @@ def test_errors_of_matrices_in_bfloat16():
 
 
 def test_errors():
-    x = Problem.of([2, 5])
+    x, in_fp8 = Problem.of([2, 5]), Problem.of([2, 5], fp8=True).packed
     given, w13, w2, chosen, weights = operands(x)
     cases = [
         ((given, w2, w2, chosen, weights), "w13: got a plain matrix, wanted a gated one"),
@@ -281,6 +312,7 @@ def test_errors():
         ((given, w13, w2, chosen.astype(jnp.float32), weights), "chosen"),
         ((given, w13, w2, chosen, weights[..., :1]), "weights"),
         ((given.astype(jnp.float16), w13, w2, chosen, weights), "x"),
+        ((given, w13, in_fp8[1], chosen, weights), "w2: got matrices in e4m3, wanted mxfp4, as w13 has"),
     ]
     for args, says in cases:
         with pytest.raises((ValueError, TypeError), match=says):
@@ -296,6 +328,7 @@ def test_the_package_knows_how_many_experts_kernels_take():
 
 def test_errors_of_packing():
     codes, scales = jnp.zeros((2, 256, 128), jnp.uint8), jnp.zeros((2, 256, 8), jnp.uint8)
+    in_fp8, of_blocks = jnp.zeros((2, 256, 256), jnp.float8_e4m3fn), jnp.ones((2, 2, 2))
     cases = [
         ((codes[:, :64], scales[:, :64]), "rows in multiples of 256"),
         ((codes[..., :64], scales[..., :4]), "columns in multiples of 256"),
@@ -303,21 +336,31 @@ def test_errors_of_packing():
         ((codes.astype(jnp.int32), scales), "codes"),
         ((codes, scales.astype(jnp.float32)), "scales"),
         ((codes[:, None], scales[:, None]), "codes"),
+        ((in_fp8[:, :128], of_blocks[:, :1]), "rows in multiples of 256"),
+        ((in_fp8[..., :128], of_blocks[..., :1]), "columns in multiples of 256"),
+        ((in_fp8, of_blocks[:, :1]), "scales"),
+        ((in_fp8, scales), "scales"),
+        ((in_fp8, of_blocks * 3), "scales: got 3 among them, wanted powers of two"),
+        ((in_fp8, of_blocks.astype(jnp.bfloat16)), "scales"),
     ]
     for args, says in cases:
         with pytest.raises((ValueError, TypeError), match=says):
             pack_experts(*args)
+    with pytest.raises(TypeError, match=r"scales: .*float8_e8m0fnu inside of jax\.jit"):
+        jax.jit(pack_experts)(in_fp8, of_blocks)
 
 
-def test_packing_in_x64():
+@pytest.mark.parametrize("fp8", [False, True], ids=["MXFP4", "FP8"])
+def test_packing_in_x64(fp8):
     """The dtypes are those that a kernel takes."""
     with jax.enable_x64(True):
-        w13, w2 = Problem.of([1]).packed
+        w13, w2 = Problem.of([1], fp8=fp8).packed
         assert {a.dtype.name for w in (w13, w2) for a in (w.factor, w.unpacked())} == {"float32"}
 
 
-def test_packed_experts_are_a_pytree():
-    w13, _ = Problem.of([1, 1, 1]).packed
+@pytest.mark.parametrize("fp8", [False, True], ids=["MXFP4", "FP8"])
+def test_packed_experts_are_a_pytree(fp8):
+    w13, _ = Problem.of([1, 1, 1], fp8=fp8).packed
     one = jax.tree.map(lambda a: a[1:2], w13)
     assert isinstance(one, PackedExperts) and one.experts == 1
     np.testing.assert_array_equal(one.unpacked()[0], w13.unpacked()[1])
@@ -326,11 +369,10 @@ def test_packed_experts_are_a_pytree():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
+@pytest.mark.parametrize("matrices", WEIGHTS)
 @pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90]], ids=["few rows", "many rows"])
-def test_kernel(rows, is_packed):
-    x = Problem.of(rows, k=512, inner=256)
-    args = operands(x, is_packed=is_packed)
+def test_kernel(rows, matrices):
+    x, args = given_in(matrices, rows, k=512, inner=256)
     y = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))(*args)
     assert off(y, wanted(x)) < 2**-6
     assert off(y, wanted(x)) < 1.5 * off(fused_moe(*args, limit=LIMIT, implementation="reference"), wanted(x))
@@ -354,10 +396,9 @@ def test_a_gradient_behind_the_kernel():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
-def test_a_token_has_the_same_bits_in_any_batch(is_packed):
-    x = Problem.of([40, 3, 300, 60], k=256)
-    given, w13, w2, chosen, weights = operands(x, is_packed=is_packed)
+@pytest.mark.parametrize("matrices", WEIGHTS)
+def test_a_token_has_the_same_bits_in_any_batch(matrices):
+    _, (given, w13, w2, chosen, weights) = given_in(matrices, [40, 3, 300, 60], k=256)
     run = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))
     whole = np.asarray(run(given, w13, w2, chosen, weights).view(jnp.uint16))
     for part in (slice(0, 1), slice(5, 9), slice(100, 164)):

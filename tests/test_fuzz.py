@@ -37,7 +37,8 @@ from jax_dsv4_fmha import (
     mla_decode,
     sparse_fmha,
 )
-from jax_dsv4_fmha._definitions.experts import CODES, SLAB, SLAB_BYTES, TILE
+from jax_dsv4_fmha._definitions.experts import CODES, SLAB_BYTES
+from jax_dsv4_fmha._definitions.slabs import SLAB, TILE
 
 N = 2  # sizes of an axis that vmap or scan maps
 OF_A_MODEL = {

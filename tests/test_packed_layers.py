@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import PackedMatrix, pack_matrix
 from jax_dsv4_fmha._bench.layer import LayerRow
-from jax_dsv4_fmha._definitions.packed_matrix import CODES
+from jax_dsv4_fmha._definitions.slabs import CODES
 from jax_dsv4_fmha.layers import LatentAttention, Rope, from_config, from_state_dict, to_state_dict
 from jax_dsv4_fmha.layers._operands import extents, packed_spec
 from tests.test_layers import MODELS, checkpoint, near, random_params

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import PackedMatrix, pack_matrix
-from jax_dsv4_fmha._definitions.packed_matrix import BLOCK, FORMAT, SLAB_BYTES
+from jax_dsv4_fmha._definitions.packed_matrix import FORMAT
+from jax_dsv4_fmha._definitions.slabs import BLOCK, SLAB_BYTES
 from kernels.abi import FewRowsProduct
 from kernels.variants import VARIANTS
 

@@ -26,7 +26,7 @@ from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
 BUILT = {v.key: v for v in native.built(GroupedProduct)}
 SORT = next(iter(native.built(GroupRows)), None)
 
-WEIGHTS = ("mxfp4", "bfloat16")
+WEIGHTS = ("mxfp4", "e4m3", "bfloat16")
 
 needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
 
@@ -39,10 +39,12 @@ def test_is_right(key):
 
 @needs_kernels
 @pytest.mark.parametrize("gated", [False, True])
-def test_scales_above_2_are_a_factor_of_the_matrix(gated):
-    x = of_large_scales(Problem.of([1, 3, 2]))
-    x = replace(x, scales2=x.scales2 + np.uint8(10))
-    judge(of(gated), x, product(of(gated), x))
+@pytest.mark.parametrize(("weights", "more"), [("mxfp4", 10), ("e4m3", 24)])
+def test_large_scales_are_a_factor_of_the_matrix(weights, more, gated):
+    variant, x = of(gated, weights=weights), of_large_scales(problem(weights, [1, 3, 2]))
+    x = replace(x, scales13=x.scales13 + np.uint8(more - 10), scales2=x.scales2 + np.uint8(more))
+    assert max(np.asarray(w.factor).max() for w in x.packed) > 1
+    judge(variant, x, product(variant, x))
 
 
 @needs_kernels
@@ -52,7 +54,7 @@ def test_scales_above_2_are_a_factor_of_the_matrix(gated):
 def test_a_row_has_the_same_bits_in_any_company(gated, few, weights):
     """Alone, among others, and in another place of a tile."""
     variant = of(gated, few, weights)
-    whole = Problem.of([5, 12 if few else 40])
+    whole = problem(weights, [5, 12 if few else 40])
     want = dict(zip(listed(whole), product(variant, whole), strict=True))
     alone = whole.chosen.copy().ravel()
     kept = [choice for choice in listed(whole) if alone[choice] == 1][3:5]
@@ -68,29 +70,36 @@ def test_a_row_has_the_same_bits_in_any_company(gated, few, weights):
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_what_is_not_a_number_stays_in_its_row(few, weights):
     """In the gate alone, in what it lets through alone, and in all of a token; other tokens have what they had."""
-    variant, x = of(True, few, weights), Problem.of([5, 3])
+    variant, x = of(True, few, weights), problem(weights, [5, 3])
     usual, token = product(variant, x), listed(x)[2] // x.chosen.shape[1]
     x.x[token, 7] = np.nan
     made = product(variant, x).astype(np.float32)
     hit = np.array([choice // x.chosen.shape[1] == token for choice in listed(x)])
     assert np.isnan(made[hit]).all() and (made[~hit] == usual[~hit].astype(np.float32)).all()
     for half in (0, 1):
-        x = Problem.of([5, 3])
-        x.scales13[1, half, 40] = 255
+        x = problem(weights, [5, 3])
+        x.scales13[1, half, 1 if weights == "e4m3" else 40] = 255
+        spoilt = slice(128, 256) if weights == "e4m3" else slice(40, 41)
         made = product(variant, x).astype(np.float32)
         rows = np.array([x.chosen.ravel()[choice] == 1 for choice in listed(x)])
-        assert not np.isfinite(made[rows, 40]).any() or half == 0
-        assert (np.delete(made, 40, 1) == np.delete(usual.astype(np.float32), 40, 1)).all()
+        assert not np.isfinite(made[rows, spoilt]).any() or half == 0
+        others = np.delete(np.arange(made.shape[1]), spoilt)
+        assert (made[:, others] == usual.astype(np.float32)[:, others]).all()
 
 
 @needs_kernels
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("few", [True, False])
-def test_packed_or_not_sums_have_the_same_bits(gated, few):
-    """All numbers of MXFP4 are in bfloat16, too."""
-    x = typical(of(gated, few))
-    one, other = (product(of(gated, few, weights), x) for weights in WEIGHTS)
+@pytest.mark.parametrize("weights", ["mxfp4", "e4m3"])
+def test_packed_or_not_sums_have_the_same_bits(gated, few, weights):
+    """All numbers of MXFP4 and FP8 are in bfloat16, too."""
+    x = typical(of(gated, few, weights))
+    one, other = (product(of(gated, few, name), x) for name in (weights, "bfloat16"))
     assert one.tobytes() == other.tobytes()
+
+
+def problem(weights, rows, **sizes):
+    return Problem.of(rows, fp8=weights == "e4m3", **sizes)
 
 
 def of(gated, few=True, weights="mxfp4"):
@@ -120,7 +129,7 @@ def test_the_launch_refuses():
             native.plan_grouped_product(sizes | changed, True, 1.0, tile_m=16, tile_n=64, processors=2)
 
 
-FEW, MANY, FEW_OF_ROWS, MANY_OF_ROWS = (
+FEW, MANY, FEW_FP8, MANY_FP8, FEW_OF_ROWS, MANY_OF_ROWS = (
     f"grouped_product_sm_90a_bfloat16_{weights}{what}" for weights in WEIGHTS for what in ("_gated_r16", "")
 )
 
@@ -150,6 +159,21 @@ def ring(which):
         return set(made[: len(made) // 2] if which == "full" else made[len(made) // 2 :])
 
     return offsets
+
+
+def exchanged(text):
+    """Either half of a pair of scales in place of the other."""
+    return edits.replace(text, r"mov\.b32 both, \{(low|high), \1\}", lambda m: f"mov.b32 both, {{{HALVES[m[1]]}}}")
+
+
+def with_a_factor(x):
+    """Scales of the first expert are above 2^7."""
+    scales = x.scales2.copy()
+    scales[0] += 24
+    return replace(x, scales2=scales)
+
+
+HALVES = {"low": "high, high", "high": "low, low"}
 
 
 def without_waits(which, chosen=slice(None)):
@@ -185,6 +209,38 @@ FAULTS = [
     fault("rows of x by another proxy", MANY, Race, "fence", to(r"fence\.proxy\.async\.shared::cta;", "")),
     fault("sums are read while products run", MANY, Race, "register", without(r"wgmma\.wait_group\.sync\.aligned\s+0")),
     *(
+        fault(
+            f"the scale of the next block, {key}",
+            key,
+            (Wrong, Race, Undefined),
+            "channels of row|reads",
+            to(r" 8208;", " 12320;"),
+        )
+        for key in (FEW_FP8, MANY_FP8)
+    ),
+    fault("scales of gates and of the rest exchanged", FEW_FP8, Wrong, "channels of row", exchanged),
+    fault(
+        *("bits of the code beside", FEW_FP8, Wrong, "channels of row"),
+        to(r"(shr\.u32\s+%r\d+, %r\d+), 4;", lambda m: f"{m[1]}, 3;"),
+    ),
+    fault("every other sign is lost", FEW_FP8, Wrong, "channels of row", to(r" -2131722000;", f" {0x00F000F0};")),
+    fault("the matrix of the expert after", MANY_FP8, Wrong, "channels of row", w=lambda at: at + 8 * 4 * 4112),
+    fault("factors of the expert after", MANY_FP8, Wrong, "channels of row", factor=lambda at: at + 4),
+    *(
+        fault(f"nobody waits for a stage, {key}", key, (Race, Undefined), "reads|nobody", without_waits("full", one))
+        for key, one in ((FEW_FP8, slice(0, 1)), (MANY_FP8, slice(0, 1)))
+    ),
+    *(
+        fault(
+            f"a stage is filled while it is read, {key}",
+            key,
+            (Race, Misuse),
+            "writes|an arrival",
+            without_waits("empty"),
+        )
+        for key in (FEW_FP8, MANY_FP8)
+    ),
+    *(
         fault(f"rows of the neighbour: each matrix begins {n} rows late", key, Wrong, "channels of row", w=late)
         for key, n, late in ((FEW_OF_ROWS, 1, lambda at: at + 2 * 1024), (MANY_OF_ROWS, 2, lambda at: at + 4 * 256))
     ),
@@ -203,6 +259,8 @@ FAULTS = [
 CASES = {
     FEW: lambda: of_large_scales(Problem.of([1, 4, 2, 0], k=1024)),
     MANY: lambda: Problem.of([3, 0, 33], k=512),
+    FEW_FP8: lambda: problem("e4m3", [1, 4, 2, 0], k=1024),
+    MANY_FP8: lambda: with_a_factor(problem("e4m3", [3, 33, 0], k=512)),
     FEW_OF_ROWS: lambda: Problem.of([1, 4, 2, 0], k=1024),
     MANY_OF_ROWS: lambda: Problem.of([3, 33, 0], k=512),
 }

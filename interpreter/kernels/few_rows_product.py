@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_dsv4_fmha._definitions.packed_matrix import BLOCK, pack_matrix
+from jax_dsv4_fmha._definitions.packed_matrix import pack_matrix
+from jax_dsv4_fmha._definitions.slabs import BLOCK
 from kernels.abi import FewRowsProduct
 from kernels.packings import ROPE
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_dsv4_fmha._definitions.experts import SLAB, TILE
+from jax_dsv4_fmha._definitions.slabs import SLAB, TILE
 from jax_dsv4_fmha._testing.experts import BF16, LIMIT, Problem, numbers
 from kernels.abi import FEW_ROWS, MANY_ROWS, GroupedProduct, GroupRows
 
@@ -167,7 +167,8 @@ def judge(variant: GroupedProduct, x: Problem, got: Array) -> None:
 
 def typical(variant: GroupedProduct) -> Problem:
     """Groups with no row, with one, with whole tiles and with more than one tile."""
-    return Problem.of([1, 0, 9, 20] if variant.max_rows <= FEW_ROWS else [3, 0, MANY_ROWS + 20, 33])
+    rows = [1, 0, 9, 20] if variant.max_rows <= FEW_ROWS else [3, 0, MANY_ROWS + 20, 33]
+    return Problem.of(rows, fp8=variant.weights == "e4m3")
 
 
 def of_large_scales(x: Problem) -> Problem:

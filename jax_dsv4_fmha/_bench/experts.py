@@ -1,6 +1,6 @@
 """The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, and what stands before them.
 
-A row may have weights in bfloat16, too; the suite has none of these yet.
+A row may have weights in FP8 or bfloat16, too; the suite has none of these yet.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._definitions.experts import GROUP, pack_experts
+from .._definitions.slabs import BLOCK
 from .._ops.fused_moe import fused_moe
 from .._ops.hyper_connection import hyper_connection
 from .measure import Operands
@@ -29,15 +30,11 @@ class ExpertsRow(CallRow):
     inner: int = 2048
     experts: int = 256
     chosen: int = 6
-    weights: str = "MXFP4"
+    weights: str = "MXFP4"  # or "FP8", "bfloat16"
 
     @property
     def name(self) -> str:
         return f"experts of {self.tokens} tokens, {self.chosen} of {self.experts}, {self.weights}"
-
-    @property
-    def is_packed(self) -> bool:
-        return self.weights == "MXFP4"
 
     @property
     def flops(self) -> float:
@@ -47,23 +44,31 @@ class ExpertsRow(CallRow):
     def bytes(self) -> float:
         """Matrices of the experts that are chosen on average, and what is between the products and after them."""
         touched = self.experts * (1 - (1 - self.chosen / self.experts) ** self.tokens)
-        weights = touched * 3 * self.k * self.inner * (1 / 2 + 1 / GROUP if self.is_packed else 2)
+        of_number = {"MXFP4": 1 / 2 + 1 / GROUP, "FP8": 1.0, "bfloat16": 2.0}[self.weights]
+        weights = touched * 3 * self.k * self.inner * of_number
         return weights + 2.0 * self.tokens * (2 * self.k + 2 * self.chosen * (self.k + self.inner))
 
     def operands(self, key: jax.Array) -> Operands:
         keys = jax.random.split(key, 6)
         e, k, n = self.experts, self.k, self.inner
 
-        def packed(i: int, *shape: int) -> Any:
+        def in_mxfp4(i: int, *shape: int) -> Any:
             codes = jax.random.bits(keys[i], (*shape[:-1], shape[-1] // 2), jnp.uint8)
             return pack_experts(codes, jnp.full((*shape[:-1], shape[-1] // GROUP), 119, jnp.uint8))  # 2^-8
+
+        def in_fp8(i: int, *shape: int) -> Any:
+            codes = jax.random.bits(keys[i], shape, jnp.uint8) & 0xBF  # up to 1.875, and no NaN
+            blocks = (*shape[:-2], shape[-2] // BLOCK, shape[-1] // BLOCK)
+            return pack_experts(
+                jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), jnp.full(blocks, 122, jnp.uint8)
+            )
 
         def in_bfloat16(i: int, *shape: int) -> jax.Array:
             """Expert by expert: random bits of all would not fit beside them."""
             one = lambda key: jax.random.normal(key, shape[1:], jnp.bfloat16) * shape[-1] ** -0.5  # noqa: E731
             return jax.lax.map(one, jax.random.split(keys[i], shape[0]))
 
-        matrix = packed if self.is_packed else in_bfloat16
+        matrix = {"MXFP4": in_mxfp4, "FP8": in_fp8, "bfloat16": in_bfloat16}[self.weights]
         choices = jax.vmap(lambda key: jax.random.permutation(key, e)[: self.chosen])
         return {
             "x": jax.random.normal(keys[0], (1, self.tokens, k), jnp.bfloat16),

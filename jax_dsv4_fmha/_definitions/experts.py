@@ -1,4 +1,4 @@
-"""Matrices of experts in MXFP4, laid out for products, and what a layer's experts compute with these or others."""
+"""Matrices of experts in MXFP4 or FP8, laid out for products, and what a layer's experts compute with any."""
 
 import functools
 from dataclasses import dataclass, field
@@ -8,32 +8,35 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check
+from . import slabs
 from .pytree import public_pytree
+from .slabs import BLOCK, SLAB, TILE, in_tiles
 
 Array = jax.Array
 STATIC = {"static": True}
 
 GROUP = 32
-"""numbers of a row that share a scale"""
-TILE, SLAB = 64, 64
-"""rows and columns of a matrix that lie together"""
+"""numbers of a row in MXFP4 that share a scale"""
 CODES, SLAB_BYTES = 2048, 2176
-"""bytes of a slab of a tile: its codes, then also its scales"""
+"""bytes of a slab of a tile in MXFP4: its codes, then also its scales"""
 UNIT = 256
 """rows and columns of a matrix that is packed are multiples of it"""
+MXFP4, E4M3 = "mxfp4", "e4m3"
+"""what packed matrices are in, as kernels name it"""
 FIELDS = ((6, 15), (3, 12), (0, 14), (9, 13))
 """where in either half of a word the bits of a code are, of each of four: e e m from here on, and the sign"""
 GREATEST_SCALE = 128
-"""the code of the greatest power of two by which a number becomes bfloat16 without a factor for the matrix: 2"""
+"""the code of the greatest power of two, 2, by which a number of MXFP4 becomes bfloat16 without a factor"""
 
 
 @public_pytree
 @dataclass(frozen=True)
 class PackedExperts:
-    """The matrices of a layer's experts in MXFP4, as `fused_moe` takes them; `pack_experts` makes them.
+    """The matrices of a layer's experts in MXFP4 or FP8, as `fused_moe` takes them; `pack_experts` makes them.
 
     Attributes:
-      data: uint8 `[e, rows / 64, columns / 64, 2176]`: in tiles of 64 rows and slabs of 64 columns, codes and scales.
+      data: uint8 `[e, rows / 64, columns / 64, 2176]`, in FP8 `[…, 4112]`: in tiles of 64 rows and slabs of 64 columns,
+        codes and scales.
       factor: float32 `[e]`, that an expert's matrix is multiplied by: a power of two.
       gated: whether rows are pairs of a gate and what it lets through.
 
@@ -48,6 +51,11 @@ class PackedExperts:
     data: Array
     factor: Array
     gated: bool = field(metadata=STATIC)
+
+    @property
+    def format(self) -> str:
+        """ "mxfp4" or "e4m3"."""
+        return E4M3 if self.data.shape[-1] == slabs.SLAB_BYTES else MXFP4
 
     @property
     def experts(self) -> int:
@@ -66,20 +74,23 @@ class PackedExperts:
 
     def unpacked(self, dtype: Any = jnp.float32) -> Array:
         """The matrices `[e, rows, columns]`, gated ones `[e, 2, rows / 2, columns]`: gates first."""
-        words = jax.lax.bitcast_convert_type(
-            self.data[..., :CODES].reshape(*self.data.shape[:3], *_WORDS, 4), jnp.uint32
-        )
-        codes = jnp.stack([_field(words, *field) for field in FIELDS], -2)  # e tile slab | warp g t step | j | half
-        codes = codes.reshape(*codes.shape[:7], 2, 2, 2).transpose(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
-        scales = self.data[..., CODES:].reshape(*self.data.shape[:3], 4, 8, 2, 2).transpose(0, 1, 3, 5, 4, 2, 6)
-        scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(jnp.float32(1), scales.astype(jnp.int32) - 253))
-        e, tiles = codes.shape[:2]
-        x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP)
-        x = (x * scales.reshape(e, tiles, 4, 2, 8, -1, 1)).reshape(e, tiles, 4, 2, 8, self.columns)
+        x = slabs.unpacked(self.data) if self.format == E4M3 else _of_mxfp4(self.data)
         x = (x * self.factor.reshape(-1, 1, 1, 1, 1, 1)).astype(dtype)
         if self.gated:
-            return x.transpose(0, 3, 1, 2, 4, 5).reshape(e, 2, self.rows // 2, self.columns)
-        return x.transpose(0, 1, 2, 4, 3, 5).reshape(e, self.rows, self.columns)
+            return x.transpose(0, 3, 1, 2, 4, 5).reshape(self.experts, 2, self.rows // 2, self.columns)
+        return x.transpose(0, 1, 2, 4, 3, 5).reshape(self.experts, self.rows, self.columns)
+
+
+def _of_mxfp4(data: Array) -> Array:
+    """float32 `[e, tiles, 4, 2, 8, columns]`, as `in_tiles` has rows: what data in MXFP4 stand for."""
+    e, tiles, n, _ = data.shape
+    words = jax.lax.bitcast_convert_type(data[..., :CODES].reshape(e, tiles, n, *_WORDS, 4), jnp.uint32)
+    codes = jnp.stack([_field(words, *field) for field in FIELDS], -2)  # e tile slab | warp g t step | j | half
+    codes = codes.reshape(*codes.shape[:7], 2, 2, 2).transpose(0, 1, 3, 8, 4, 2, 6, 7, 5, 9)
+    scales = data[..., CODES:].reshape(e, tiles, n, 4, 8, 2, 2).transpose(0, 1, 3, 5, 4, 2, 6)
+    scales = jnp.where(scales == 255, jnp.nan, jnp.ldexp(jnp.float32(1), scales.astype(jnp.int32) - 253))
+    x = _value_of(codes).reshape(e, tiles, 4, 2, 8, -1, GROUP) * scales.reshape(e, tiles, 4, 2, 8, -1, 1)
+    return x.reshape(e, tiles, 4, 2, 8, n * SLAB)
 
 
 _WORDS = (4, 8, 4, 4)  # of a slab: of each warp, row of 8, lane of a quad, and 16 of k
@@ -98,28 +109,21 @@ def _value_of(codes: Array) -> Array:
     return jnp.where(codes >= 8, -size, size)
 
 
-def in_tiles(rows: Array, gated: bool) -> Array:
-    """Rows of matrices `[e, rows, …]` as tiles have them, `[e, tile, warp, 2, 8, …]`. A thread of a product has a gate
-    and what it lets through, or two neighbouring channels.
-    """
-    e, n, *others = rows.shape
-    if gated:
-        return jnp.moveaxis(rows.reshape(e, 2, n // TILE, 4, 8, *others), 1, 3)
-    return jnp.swapaxes(rows.reshape(e, n // TILE, 4, 8, 2, *others), 3, 4)
-
-
 def pack_experts(codes: Array, scales: Array) -> PackedExperts:
-    """Lays matrices of experts in MXFP4 out for `fused_moe`: once, when a checkpoint is loaded.
+    """Lays matrices of experts in MXFP4 or FP8 out for `fused_moe`: once, when a checkpoint is loaded.
 
-    A number below 2^-133 of its expert's greatest scale counts as 0; all others are kept exactly.
+    A number below 2^-133 of its expert's greatest scale counts as 0; all others are kept exactly. A code of FP8 that is
+    not a number makes the 64 x 64 numbers around it NaN; of a gated matrix, 32 x 64 gates or what they let through.
 
     Args:
       codes: uint8 `[e, rows, columns / 2]`, two of e2m1, the first in the lower bits; or `[e, 2, rows, columns / 2]`
-        for gated products, gates first. e is at most 1024, rows and columns are multiples of 256.
-      scales: float8_e8m0fnu, or uint8 with its bits, `[…, columns / 32]`: a power of two for 32 numbers of a row.
+        for gated products, gates first. In FP8 float8_e4m3fn `[…, columns]`. e is at most 1024, rows and columns are
+        multiples of 256.
+      scales: powers of two, float8_e8m0fnu or uint8 with its bits: for 32 numbers of a row, `[…, columns / 32]`; in FP8
+        for each block of 128 x 128, `[…, rows / 128, columns / 128]`, float32 too, but not inside of `jax.jit`.
 
     Raises:
-      ValueError, TypeError: operands that differ from the above.
+      ValueError, TypeError: operands that differ from the above, among them scales that are no powers of two.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -127,39 +131,56 @@ def pack_experts(codes: Array, scales: Array) -> PackedExperts:
       >>> codes, scales = jnp.full((4, 256, 128), 0x22, jnp.uint8), jnp.full((4, 256, 8), 127, jnp.uint8)
       >>> pack_experts(codes, scales).unpacked()[0, 0, :3].tolist()
       [1.0, 1.0, 1.0]
+      >>> codes, scales = jnp.ones((4, 256, 256), jnp.float8_e4m3fn), jnp.full((4, 2, 2), 0.5)
+      >>> pack_experts(codes, scales).unpacked()[0, 0, :3].tolist()
+      [0.5, 0.5, 0.5]
     """
     op, dims = "pack_experts", {}
     gated = getattr(codes, "ndim", 3) == 4
+    in_fp8 = getattr(codes, "dtype", None) == jnp.float8_e4m3fn
+    axes = "e gates rows " if gated else "e rows "
     if gated:
         dims["gates"] = 2
-    codes = _check.operand(
-        op, "codes", codes, "e gates rows bytes" if gated else "e rows bytes", dims, (jnp.dtype("uint8"),)
-    )
-    rows, columns = dims["rows"], 2 * dims["bytes"]
+    accepted = (jnp.dtype("uint8"), jnp.dtype("float8_e4m3fn"))
+    codes = _check.operand(op, "codes", codes, axes + ("columns" if in_fp8 else "bytes"), dims, accepted)
+    rows, columns = dims["rows"], dims["columns"] if in_fp8 else 2 * dims["bytes"]
     for name, n in (("rows", rows), ("columns", columns)):
         if n % UNIT or n == 0:
             raise _check.error(ValueError, op, "codes", codes, f"{name} in multiples of {UNIT}")
-    if scales.dtype == jnp.float8_e8m0fnu:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    dims["groups"] = columns // GROUP
-    axes = "e gates rows groups" if gated else "e rows groups"
-    scales = _check.operand(op, "scales", scales, axes, dims, (jnp.dtype("uint8"),))
-    data, factor = _packed(codes, scales, gated=gated)
+    powers = (jnp.dtype("float8_e8m0fnu"), jnp.dtype("uint8"))
+    if in_fp8:
+        dims |= {"row_blocks": rows // BLOCK, "column_blocks": columns // BLOCK}
+        axes = axes.replace("rows", "row_blocks column_blocks")
+        scales = _check.operand(op, "scales", scales, axes, dims, (*powers, jnp.dtype("float32")))
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    else:
+        dims["groups"] = columns // GROUP
+        scales = _check.operand(op, "scales", scales, axes + "groups", dims, powers)
+    data, factor = _packed(codes, slabs.exponents(op, scales), gated=gated, in_fp8=in_fp8)
     return PackedExperts(data, factor, gated)
 
 
-@functools.partial(jax.jit, static_argnames="gated")
-def _packed(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames=("gated", "in_fp8"))
+def _packed(codes: Array, scales: Array, gated: bool, in_fp8: bool) -> tuple[Array, Array]:
     """Expert by expert, so that what is between takes no more memory than one of them."""
-    e, columns = codes.shape[0], codes.shape[-1] * 2
+    e, n = codes.shape[0], codes.shape[-1]
+    pack = _packed_fp8 if in_fp8 else _packed_mxfp4
 
     def one(of_expert: tuple[Array, Array]) -> tuple[Array, Array]:
-        return _packed_one(*of_expert, gated)
+        return pack(*of_expert, gated)
 
-    return jax.lax.map(one, (codes.reshape(e, -1, columns // 2), scales.reshape(e, -1, columns // GROUP)))
+    return jax.lax.map(one, (codes.reshape(e, -1, n), scales.reshape(e, -1, scales.shape[-1])))
 
 
-def _packed_one(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+def _packed_fp8(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
+    """Codes `[rows, columns]` and scales `[rows / 128, columns / 128]` of an expert, gates before the rest."""
+    exponents = scales.astype(jnp.int32)
+    above = jnp.maximum(jnp.where(scales == 255, 0, exponents).max() - slabs.GREATEST_SCALE, 0)
+    kept = jnp.where(scales == 255, 255, exponents - above)
+    return slabs.packed(codes[None], kept[None], gated)[0], jnp.ldexp(jnp.float32(1), above)
+
+
+def _packed_mxfp4(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
     columns = codes.shape[-1] * 2
     # tile warp upper g | slab step khi t: a byte has the two codes of a pair, in the halves of a word
     x = in_tiles(codes[None], gated).reshape(-1, 4, 2, 8, columns // SLAB, 4, 2, 4)

@@ -11,24 +11,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from .. import _check
-from . import explicit_axes
-from .experts import SLAB, STATIC, TILE, in_tiles
+from . import explicit_axes, slabs
+from .experts import STATIC
 from .pytree import public_pytree
+from .slabs import BLOCK, GREATEST_SCALE, SLAB, TILE
 
 Array = jax.Array
 
 FORMAT = "e4m3"
 """as kernels name it"""
-BLOCK = 128
-"""rows and columns that share a scale; a matrix is laid out in whole blocks"""
-CODES, SLAB_BYTES = 4096, 4112
-"""bytes of a slab of a tile: its codes, then also its scale, a bfloat16 again and again"""
-RAW = 120
-"""A code's bits, where a bfloat16 has them, are 2^-120 times the number."""
-GREATEST_SCALE = 127 + 7
-"""the code of the greatest scale, 2^7, since 2^120 times it is a bfloat16"""
-NAN = 0x7F
-"""the code that is not a number, with either sign"""
 
 
 @public_pytree
@@ -81,8 +72,8 @@ def _of_shards(data: Array, rows: int, columns: int, dtype: Any) -> Array:
         return unpacked(data, rows, columns, dtype)
 
     def of_device(data: Array) -> Array:
-        *_, tiles, slabs, _ = data.shape
-        return unpacked(data, tiles * TILE, slabs * SLAB, dtype)
+        *_, tiles, n, _ = data.shape
+        return unpacked(data, tiles * TILE, n * SLAB, dtype)
 
     with jax.sharding.use_abstract_mesh(jax.typeof(data).sharding.mesh):
         found = jax.shard_map(of_device, in_specs=P(*spec), out_specs=P(*spec[:-1]), axis_names=names)(data)
@@ -91,23 +82,9 @@ def _of_shards(data: Array, rows: int, columns: int, dtype: Any) -> Array:
 
 def unpacked(data: Array, rows: int, columns: int, dtype: Any) -> Array:
     """The numbers of matrices whose data this is, `[…, rows, columns]` in dtype."""
-    *several, tiles, slabs, _ = data.shape
-    words = data[..., :CODES].reshape(-1, tiles, slabs, *_WORDS, 4)  # m tile slab | step/2 warp g t step%2 k/8
-    words = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    halves = jnp.stack([words, words >> 16], -1)
-    first = halves >> 8 & 0x80 | halves >> 4 & 0x7F
-    second = halves >> 4 & 0x80 | halves >> 8 & 0x70 | halves & 0x0F
-    codes = jnp.stack([first, second], -1).astype(jnp.uint8)  # … k%2 row%2
-    x = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    low, high = (data[..., CODES + i].reshape(-1, tiles, slabs).astype(jnp.int32) for i in range(2))
-    exponent = low >> 7 | high << 1
-    scales = jnp.where(exponent == 255, jnp.nan, jnp.ldexp(1.0, exponent - 127 - RAW))
-    x = (x * scales.reshape(*scales.shape, *[1] * 8)).astype(dtype)
-    x = x.transpose(0, 1, 4, 5, 10, 2, 3, 7, 8, 6, 9)  # m tile warp g row%2 | slab step/2 step%2 k/8 t k%2
-    return x.reshape(*several, tiles * TILE, slabs * SLAB)[..., :rows, :columns]
-
-
-_WORDS = (2, 4, 8, 4, 2, 2)  # of a slab: of each 32 of k, warp, row of 8, lane of a quad, 16 of k, 8 of k
+    *several, tiles, n, _ = data.shape
+    x = jnp.swapaxes(slabs.unpacked(data.reshape(-1, *data.shape[-3:])).astype(dtype), 3, 4)
+    return x.reshape(*several, tiles * TILE, n * SLAB)[..., :rows, :columns]
 
 
 def pack_matrix(codes: Array, scales: Array, shape: tuple[int, ...] | None = None) -> PackedMatrix:
@@ -149,18 +126,7 @@ def pack_matrix(codes: Array, scales: Array, shape: tuple[int, ...] | None = Non
 def _exponents(scales: Array) -> Array:
     """uint8, the codes of scales as powers of two."""
     is_known = not isinstance(scales, jax.core.Tracer)
-    if scales.dtype == jnp.float32:
-        if not is_known:
-            wanted = "float8_e8m0fnu inside of jax.jit, since float32 may be no powers of two"
-            raise _check.error(TypeError, _OP, "scales", scales, wanted)
-        numbers = np.asarray(scales)
-        mantissa, exponent = np.frexp(np.where(np.isfinite(numbers), numbers, 0.0))
-        if (bad := mantissa != 0.5).any():
-            got = f"{float(numbers[bad][0]):g} among them"
-            raise _check.error(ValueError, _OP, "scales", got, "powers of two, as float8_e8m0fnu has them")
-        scales = jnp.asarray(exponent - 1 + 127).clip(0, 255).astype(jnp.uint8)
-    elif scales.dtype != jnp.uint8:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    scales = slabs.exponents(_OP, scales)
     if is_known and (bad := (found := np.asarray(scales)) > GREATEST_SCALE).any():
         code = int(found[bad][0])
         got = "NaN among them" if code == 255 else f"2^{code - 127} among them"
@@ -174,20 +140,8 @@ def _packed(codes: Array, scales: Array) -> Array:
     *several, rows, columns = bits.shape
     more = [(0, -n % BLOCK) for n in (rows, columns)]
     bits = jnp.pad(bits.reshape(-1, rows, columns), [(0, 0), *more])
-    m, rows, columns = bits.shape
-    tiles, slabs = rows // TILE, columns // SLAB
-    # m tile warp row%2 g | slab step/2 step%2 k/8 t k%2, as a thread has them: a word has two pairs, of either row
-    x = in_tiles(bits, gated=False).reshape(m, tiles, 4, 2, 8, slabs, 2, 2, 2, 4, 2)
-    x = x.transpose(0, 1, 5, 6, 2, 4, 9, 7, 8, 10, 3).astype(jnp.uint32)
-    first, second = x[..., 0], x[..., 1]
-    halves = (first & 0x80) << 8 | (first & 0x7F) << 4 | (second & 0x80) << 4 | (second & 0x70) << 8 | second & 0x0F
-    words = halves[..., 0] | halves[..., 1] << 16
-    of_codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(m, tiles, slabs, CODES)
-    is_nan = (x & NAN == NAN).any(range(3, x.ndim))
-    scales = jnp.repeat(jnp.repeat(scales.reshape(m, rows // BLOCK, -1), 2, 1), 2, 2).astype(jnp.int32)
-    factor = jnp.where(is_nan | (scales > GREATEST_SCALE), 0x7FC0, (scales + RAW) << 7).astype(jnp.uint16)
-    of_scale = jax.lax.bitcast_convert_type(jnp.repeat(factor[..., None], (SLAB_BYTES - CODES) // 2, -1), jnp.uint8)
-    data = jnp.concatenate([of_codes, of_scale.reshape(m, tiles, slabs, -1)], -1)
+    scales = scales.reshape(len(bits), *scales.shape[-2:]).astype(jnp.int32)
+    data = slabs.packed(bits, scales, gated=False)
     return data.reshape(*several, *data.shape[1:])
 
 

@@ -38,7 +38,7 @@ def fused_moe(
       factor13, factor2: float32 `[groups]`, that packed matrices are multiplied by; `[0]` for others.
       inner: channels inside of an expert. It and k are multiples of 256.
       limit: of a gate, and of the size of what it lets through.
-      format: "mxfp4" or "bfloat16".
+      format: "mxfp4", "e4m3" or "bfloat16".
     """
     rows, groups = chosen.size, w13.shape[0]
     results = (

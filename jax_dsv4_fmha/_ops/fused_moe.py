@@ -16,8 +16,8 @@ from .._dispatch.support import Support
 from .._host import fused_moe as raw
 from .._host import library
 
-PACKED, ROWS = "mxfp4", "bfloat16"
-"""what matrices are in: packed, or in rows"""
+ROWS = "bfloat16"
+"""what matrices are in that are not packed"""
 
 
 def fused_moe(
@@ -30,15 +30,15 @@ def fused_moe(
     limit: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
-    """Sums the results of the experts that each token chose, from weights in MXFP4 or bfloat16.
+    """Sums the results of the experts that each token chose, from weights in MXFP4, FP8 or bfloat16.
 
         y[t] = Σ_j w2[chosen[t, j]] (weights[t, j] · silu(min(gate, limit)) · clip(up, ±limit))
         gate, up = w13[chosen[t, j]] x[t]
 
     This is the feed-forward layer of DeepSeek-V4 and of other mixtures of experts (vLLM and tokamax call it by this
-    name). Rows are sorted by expert, and each expert's matrices are read once; numbers of 4 bits become bfloat16 in
-    registers, and sums are float32. The channels inside of an expert are rounded to x's dtype, and so is what it makes
-    of a token, before these are summed. A token's result does not depend on the other tokens.
+    name). Rows are sorted by expert, and each expert's matrices are read once; numbers of 4 or 8 bits become bfloat16
+    in registers, and sums are float32. The channels inside of an expert are rounded to x's dtype, and so is what it
+    makes of a token, before these are summed. A token's result does not depend on the other tokens.
 
     On a mesh, call it in `jax.shard_map`, with the experts of a device and `chosen` less the number of its first
     expert, and sum the results: a choice that is not of `[0, e)` adds nothing.
@@ -46,7 +46,7 @@ def fused_moe(
     Args:
       x: `[b, s, k]`, bfloat16 or float32.
       w13: gates and what they let through, `[e, 2, n, k]`: bfloat16, or `pack_experts` of them.
-      w2: `[e, k, n]`, likewise. A kernel takes k and n in multiples of 256.
+      w2: `[e, k, n]`, in the same. A kernel takes k and n in multiples of 256.
       chosen: int32 `[b, s, c]`, the experts of each token.
       weights: float32 `[b, s, c]`, of these.
       limit: a float > 0 for V4's SwiGLU, or None for a plain one.
@@ -106,6 +106,8 @@ def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
             raise _check.error(ValueError, op, name, got, wanted)
     if w13.columns != k:
         raise _check.error(ValueError, op, "w13", f"{w13.columns} columns", f"k={k}, as x has")
+    if w2.format != w13.format:
+        raise _check.error(ValueError, op, "w2", f"matrices in {w2.format}", f"{w13.format}, as w13 has")
     e, inner = w13.experts, w13.rows // 2
     if (w2.experts, w2.rows, w2.columns) != (e, k, inner):
         got = f"{w2.experts} experts of {w2.rows} x {w2.columns}"
@@ -114,8 +116,10 @@ def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
 
 
 def _support(x: jax.Array, w13: Experts, e: int) -> Support:
-    is_packed = isinstance(w13, PackedExperts)  # in multiples of UNIT
-    format, rows, columns = (PACKED, UNIT, UNIT) if is_packed else (ROWS, *w13.shape[2:])
+    if is_packed := isinstance(w13, PackedExperts):
+        format, rows, columns = w13.format, UNIT, UNIT  # in multiples of UNIT
+    else:
+        format, (rows, columns) = ROWS, w13.shape[2:]
     fits = e <= raw.MOST_EXPERTS and x.size and rows % UNIT == 0 and columns % UNIT == 0
     archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=format)
     got = f"{x.dtype.name}, {format}, {e} experts" + ("" if is_packed else f" of {rows} x {columns}")
@@ -135,7 +139,11 @@ def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: flo
 
 def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of all operands but the choices, by the definition."""
-    _, back = jax.vjp(lambda *given: _of_rows(*given, chosen, limit=limit), x, weights, w13, w2)
+
+    def of(x: Any, weights: Any, w13: Any, w2: Any) -> Arrays:
+        return _of_rows(x, weights, w13, w2, chosen, limit=limit)
+
+    _, back = jax.vjp(of, x, weights, w13, w2)
     gradients: Arrays = back((dy,))
     return gradients
 
@@ -143,8 +151,8 @@ def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, 
 def _packed_by_kernels(x: Any, weights: Any, *operands: Any, limit: float) -> Arrays:
     *arrays, chosen = operands
     arrays = [w[0] for w in arrays]
-    inner = PackedExperts(arrays[2], arrays[3], gated=False).columns
-    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=inner, limit=limit, format=PACKED))
+    w2 = PackedExperts(arrays[2], arrays[3], gated=False)
+    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=w2.columns, limit=limit, format=w2.format))
 
 
 def _rows_by_kernels(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:

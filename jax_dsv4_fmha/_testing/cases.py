@@ -249,6 +249,8 @@ def _model() -> tuple[Case, ...]:
         HyperConnectionCase(s_q=300, features=("taken",)),
         ExpertsCase(s_q=12),
         ExpertsCase(s_q=90, d=512, s_c=6, topk=3),
+        ExpertsCase(s_q=12, features=("e4m3_weights",)),
+        ExpertsCase(s_q=90, d=512, s_c=6, topk=3, features=("e4m3_weights",)),
     )
 
 

@@ -13,11 +13,12 @@ import numpy as np
 from .. import PackedExperts, fused_moe, pack_experts
 from .._check import Implementation
 from .._definitions.experts import GROUP
+from .._definitions.slabs import BLOCK
 from .case import Case, Judgement, judgement
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by three bits; the fourth is the sign
 LIMIT = 3.0  # that some gates reach
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 _LIMITS: dict[Implementation, float] = {"reference": 2**-7, "cubin": 2**-6}  # of the greatest number
 
 Numbers = np.ndarray[Any, Any]
@@ -30,20 +31,29 @@ class Problem:
     x: Numbers  # bfloat16 [tokens, k]
     chosen: Numbers  # int32 [tokens, n_chosen]; some of no expert here
     weights: Numbers  # float32 [tokens, n_chosen]
-    codes13: Numbers  # of e2m1, one a number: [e, 2, inner, k]
-    scales13: Numbers  # powers of two as ue8m0 has them: [e, 2, inner, k / GROUP]
+    codes13: Numbers  # of e2m1 or e4m3, one a number: [e, 2, inner, k]
+    scales13: Numbers  # powers of two as ue8m0 has them: [e, 2, inner, k / GROUP], or [e, 2, inner / BLOCK, k / BLOCK]
     codes2: Numbers  # [e, k, inner]
     scales2: Numbers
 
     @staticmethod
-    def of(rows: list[int], k: int = 256, inner: int = 256, n_chosen: int = 2, scale: int = 122) -> Problem:
-        """Makes a problem of experts with so many rows each; one more choice is of another device."""
+    def of(
+        rows: list[int], k: int = 256, inner: int = 256, n_chosen: int = 2, scale: int = 122, fp8: bool = False
+    ) -> Problem:
+        """Makes a problem of experts with so many rows each; one more choice is of another device. In FP8 scales are
+        2^-6 times those of MXFP4, since codes stand for larger numbers.
+        """
         rng, e = np.random.default_rng(0), len(rows)
         flat = np.concatenate([np.repeat(np.arange(e), rows), [e]])
         flat = np.concatenate([flat, np.full(-len(flat) % n_chosen, -1)])
         chosen = rng.permutation(flat).reshape(-1, n_chosen).astype(np.int32)
 
         def matrix(*shape: int) -> tuple[Numbers, Numbers]:
+            if fp8:
+                *others, n, columns = shape
+                blocks = rng.integers(scale - 8, scale - 3, (*others, n // BLOCK, columns // BLOCK), np.uint8)
+                codes = rng.integers(0, 254, shape, np.uint8)
+                return codes + (codes >= 0x7F), blocks  # 0x7f and 0xff are not numbers
             scales = rng.integers(scale - 2, scale + 3, (*shape[:-1], shape[-1] // GROUP), np.uint8)
             return rng.integers(0, 16, shape, np.uint8), scales
 
@@ -53,13 +63,15 @@ class Problem:
 
     @property
     def packed(self) -> tuple[PackedExperts, PackedExperts]:
-        pairs = ((self.codes13, self.scales13), (self.codes2, self.scales2))
-        w13, w2 = (pack_experts(jnp.asarray(c[..., ::2] | c[..., 1::2] << 4), jnp.asarray(s)) for c, s in pairs)
-        return w13, w2
+        def packed(codes: Numbers, scales: Numbers) -> PackedExperts:
+            as_checkpoints = codes.view(E4M3) if in_fp8(codes, scales) else codes[..., ::2] | codes[..., 1::2] << 4
+            return pack_experts(jnp.asarray(as_checkpoints), jnp.asarray(scales))
+
+        return packed(self.codes13, self.scales13), packed(self.codes2, self.scales2)
 
     @property
     def unpacked(self) -> tuple[Any, Any]:
-        """The same matrices in bfloat16, which has all that MXFP4 has: `[e, 2, inner, k]` and `[e, k, inner]`."""
+        """The same matrices in bfloat16, which has all their numbers: `[e, 2, inner, k]` and `[e, k, inner]`."""
         pairs = ((self.codes13, self.scales13), (self.codes2, self.scales2))
         w13, w2 = (jnp.asarray(numbers(*pair).astype(BF16)) for pair in pairs)
         return w13, w2
@@ -80,10 +92,17 @@ class Problem:
 
 def numbers(codes: Numbers, scales: Numbers) -> Numbers:
     """float64: what codes and scales stand for."""
-    values = np.array((*E2M1, *(-v for v in E2M1)))[codes]
     powers = np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
-    made: Numbers = values * np.repeat(powers, GROUP, -1)
+    if in_fp8(codes, scales):
+        of_blocks: Numbers = codes.view(E4M3).astype(np.float64) * np.repeat(np.repeat(powers, BLOCK, -2), BLOCK, -1)
+        return of_blocks
+    made: Numbers = np.array((*E2M1, *(-v for v in E2M1)))[codes] * np.repeat(powers, GROUP, -1)
     return made
+
+
+def in_fp8(codes: Numbers, scales: Numbers) -> bool:
+    """True where a scale is of a block, and not of a row's numbers."""
+    return scales.shape[-2] != codes.shape[-2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +116,7 @@ class ExpertsCase(Case):
     d: int = 256
     s_c: int = 4
     topk: int = 2
+    features: tuple[str, ...] = ()
 
     @property
     def work(self) -> int:
@@ -108,7 +128,7 @@ class ExpertsCase(Case):
         for e in range(self.s_c):
             rows.append(0 if e % 4 == 1 else left if e == self.s_c - 1 else min(left, 2**e))
             left -= rows[-1]
-        return Problem.of(rows, k=self.d, inner=self.d, n_chosen=self.topk)
+        return Problem.of(rows, k=self.d, inner=self.d, n_chosen=self.topk, fp8="e4m3_weights" in self.features)
 
     def judge(self, implementation: Implementation) -> Judgement:
         return judgement(self.complaints(implementation), "every token's result within limits")

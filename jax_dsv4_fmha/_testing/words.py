@@ -30,6 +30,7 @@ _FEATURES = {
     "v32_fp8": "cache v32_fp8",
     "pages": "the window's pages of another size",
     "e4m3": "FP8 products",
+    "e4m3_weights": "matrices in FP8",
     "bf16_rope": "RoPE's part in bfloat16",
     "large": "large logits",
     "taken": "streams taken in by given numbers",

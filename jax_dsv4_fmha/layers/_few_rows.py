@@ -15,8 +15,9 @@ from jax import lax
 
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
-from .._definitions.packed_matrix import BLOCK, FORMAT, PackedMatrix, unpacked
+from .._definitions.packed_matrix import FORMAT, PackedMatrix, unpacked
 from .._definitions.rope import normed_and_rotated, rotated_pairs
+from .._definitions.slabs import BLOCK
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from .. import _check
 from .._definitions import explicit_axes
-from .._definitions.experts import SLAB, TILE
-from .._definitions.packed_matrix import BLOCK, SLAB_BYTES, PackedMatrix
+from .._definitions.packed_matrix import PackedMatrix
+from .._definitions.slabs import BLOCK, SLAB, SLAB_BYTES, TILE
 
 IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "k_bias", "q_norm", "kv_norm")
 """names of parameters that are in float32 whatever dtype the matrices have"""

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from .._definitions import explicit_axes
-from .._definitions.experts import SLAB, TILE
-from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, SLAB_BYTES, PackedMatrix, pack_matrix
+from .._definitions.packed_matrix import PackedMatrix, pack_matrix
+from .._definitions.slabs import BLOCK, GREATEST_SCALE, SLAB, SLAB_BYTES, TILE
 from ._operands import PACKED, extents, packed_spec
 
 GREATEST = 448.0

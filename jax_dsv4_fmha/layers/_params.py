@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._definitions.experts import TILE
-from .._definitions.packed_matrix import BLOCK, PackedMatrix
+from .._definitions.packed_matrix import PackedMatrix
+from .._definitions.slabs import BLOCK, TILE
 from . import _operands
 from ._few_rows import Matrix, array_of
 from ._operands import JOINED

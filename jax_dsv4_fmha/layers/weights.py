@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from .._definitions.packed_matrix import BLOCK, GREATEST_SCALE, PackedMatrix, pack_matrix
+from .._definitions.packed_matrix import PackedMatrix, pack_matrix
+from .._definitions.slabs import BLOCK, GREATEST_SCALE
 from . import _latent_weights, _operands, _params
 from ._operands import IN_FLOAT32, extents, shapes
 from ._packing import divides, may_be_packed, sharding_of_data

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from kernels.lib.e4m3 import E4m3
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
 from kernels.lib.rows import ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
 
-from .weights import FORMATS, Format
+from .weights import FORMATS
 
 CONSUMERS = 2  # warpgroups
 CHUNK = 4  # float32 numbers that a thread moves at once
@@ -28,7 +29,7 @@ class Config:
     weights: str = ""  # how w is packed: a key of `FORMATS`; "" where it is a matrix in dtype
 
     @property
-    def format(self) -> Format:
+    def format(self) -> E4m3:
         return FORMATS[self.weights]
 
     @property

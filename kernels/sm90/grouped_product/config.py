@@ -7,10 +7,11 @@ from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
 from kernels.lib.rows import ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
 
-from .weights import FORMATS, Bfloat16, Mxfp4
+from .weights import FORMATS, Bfloat16, Fp8, Mxfp4
 
 LANES_A_ROW = 8  # neighbouring lanes copy a row of 128 bytes
 BLOCK = 16  # rows of a matrix that a warp multiplies: in memory they are 16 neighbours, or 8 gates and 8 beside them
+SLAB_OF_8_BITS = ROWS_OF_WARPGROUP * SLAB  # bytes
 SMEM_OF_SM, SMEM_RESERVED = 228 * 1024, 1024  # bytes; the latter of each CTA
 
 
@@ -23,7 +24,7 @@ class Config:
     stages: int = 0  # of the ring; as many as there is room for if 0
 
     @property
-    def format(self) -> Mxfp4 | Bfloat16:
+    def format(self) -> Mxfp4 | Fp8 | Bfloat16:
         return FORMATS[self.weights]
 
     @property
@@ -53,8 +54,8 @@ class Config:
 
     @property
     def slabs(self) -> int:
-        """The number of slabs, of 64 of k, that a stage has: half as many of bfloat16, to have four stages."""
-        return (4 if self.is_few else 2) // (1 if self.is_packed else 2)
+        """The number of slabs, of 64 of k, that a stage has: half as many of more than 4 bits, to have four stages."""
+        return (4 if self.is_few else 2) // (1 if self.format.slab_bytes < SLAB_OF_8_BITS else 2)
 
     @property
     def stages_at_once(self) -> int:

@@ -1,5 +1,5 @@
 """y = w x for the rows of x in each group, with the group's matrix: the experts of a layer. Weights come packed, in
-MXFP4, and become bfloat16 in registers; or they come in bfloat16, as a model has them.
+MXFP4 or FP8, and become bfloat16 in registers; or they come in bfloat16, as a model has them.
 
 The operands are swapped: 64 rows of the matrix come from registers, and rows of x are a product's columns. So a few
 rows of x are a narrow product.

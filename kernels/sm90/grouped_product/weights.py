@@ -1,9 +1,9 @@
 """Matrices as operands of products in bfloat16, whose registers a thread fills from shared memory.
 
-A matrix [n, k] has tiles of 64 rows and slabs of 64 of k. One in MXFP4 is packed so once (`_definitions/experts.py`):
-each thread's numbers lie where its registers want them. A slab's codes come first: 16 bytes for each thread of a
-warpgroup, a word for each 16 of k. The scales of its rows follow. A matrix in bfloat16 stays as it is, and its loader
-puts rows where the tile wants them.
+A matrix [n, k] has tiles of 64 rows and slabs of 64 of k. One in MXFP4 or FP8 is packed so once
+(`_definitions/experts.py`): each thread's numbers lie where its registers want them. A slab's codes come first, in
+MXFP4 16 bytes for each thread of a warpgroup, a word for each 16 of k. The scales of its rows follow. A matrix in
+bfloat16 stays as it is, and its loader puts rows where the tile wants them.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from kernels.lib.e4m3 import STEPS, E4m3
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.ptx import load_matrices, load_shared_word, load_shared_words, multiply_by_half, permute_bytes
 from kernels.lib.rows import ROWS_OF_WARPGROUP
 from kernels.lib.wgmma import SLAB
-
-STEPS = 4  # of a product, of 16 dimensions, in a slab
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,18 @@ class Mxfp4:
         for step in range(STEPS):
             for i, raw in enumerate(raw_pairs(codes[step])):
                 pairs[4 * step + i] = multiply_by_half(raw, factors[step // 2], i % 2)
+
+
+@dataclass(frozen=True)
+class Fp8(E4m3):
+    """e4m3 with a power of two for the gates of a slab, and one for what these let through."""
+
+    is_packed = True
+    scales: int = 2
+
+    def place(self, thread: Int32) -> Int32:
+        """The offset in a slab that `load` begins at: a thread adds its own."""
+        return Int32(0)
 
 
 @dataclass(frozen=True)
@@ -96,4 +107,4 @@ def raw_pairs(word: Uint32) -> list[Uint32]:
     ]
 
 
-FORMATS = {"mxfp4": Mxfp4(), "bfloat16": Bfloat16()}
+FORMATS = {"mxfp4": Mxfp4(), "e4m3": Fp8(), "bfloat16": Bfloat16()}
