@@ -66,6 +66,7 @@ inline Plan<ExpertProductArguments> PlanExpertProduct(const ExpertProductShape& 
                              : turned ? InBoxes(x.type, kSummedAtOnce, x.n, x.m, x.groups, at.b)
                                       : InBoxes(x.type, kResultColumns, x.m, x.n, x.groups, at.b),
                         .y = at.y,
+                        .list = at.list,
                         .tiles = at.tiles,
                         .count = at.count,
                         .m = I32(x.m),

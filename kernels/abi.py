@@ -740,7 +740,7 @@ class ExpertProduct(Variant):
     def params(self) -> Params:
         is_outer = self.form == "outer"
         maps = (("a", "map"), ("a", "extents2"), ("b", "map"), ("b", "extents2" if is_outer else "extents3"))
-        where = ("first", "sizes") if is_outer else ("tiles", "count")
+        where = ("first", "sizes") if is_outer else ("list", "tiles", "count")
         return (
             *(Param(name, kind) for name, kind in maps),
             *each("address", "y", *where),

@@ -415,6 +415,7 @@ TARGETS = (
             (
                 array("a: T[rows m]", aligned=True),
                 array(f"b: T[groups {axes}]", aligned=True),
+                *arrays("list: s32[rows]"),  # the row of y that each row's result is
                 array("tiles: s32[n_tiles 4]", aligned=True),
                 *arrays("count: s32[1]"),
             ),

@@ -70,6 +70,11 @@ class Problem:
         ]
         return np.array(found, np.int32).reshape(-1, 4)
 
+    @property
+    def list(self) -> Array:
+        """int32 [rows], backwards: the row of results for each row"""
+        return np.arange(len(self.a), dtype=np.int32)[::-1]
+
     def wanted(self, group: int) -> Array:
         """float64, of a group's rows, or of its matrix."""
         a, rows = self.a.astype(np.float64), self.rows_of(group)
@@ -89,7 +94,7 @@ def launched(
     if x.form == "outer":
         arrays |= {"first": x.first, "sizes": np.array(x.sizes, np.int32)}
     else:
-        arrays |= {"tiles": tiles, "count": np.array([len(tiles)], np.int32)}
+        arrays |= {"list": np.ascontiguousarray(x.list), "tiles": tiles, "count": np.array([len(tiles)], np.int32)}
     at = {name: memory.add(name, array) for name, array in arrays.items()}
     at["y"] = memory.add("y", None, int(np.prod(x.result)) * 2)
     shape = {"form": FORMS.index(x.form), "rows": rows, "m": m, "n": x.n, "groups": len(x.sizes)}
@@ -110,7 +115,7 @@ def run(variant: ExpertProduct, x: Problem, **how: Any) -> Array:
 def judge(x: Problem, got: Array) -> None:
     """Raises Wrong unless every number is right, within the rounding of sums and of the result."""
     for g in range(len(x.sizes)):
-        want, found = x.wanted(g), got[g] if x.form == "outer" else got[x.rows_of(g)]
+        want, found = x.wanted(g), got[g] if x.form == "outer" else got[x.list[x.rows_of(g)]]
         size = np.sqrt(np.mean(want * want)) if want.size else 0.0
         wrong = ~(np.abs(found.astype(np.float64) - want) <= 2**-8 * np.maximum(np.abs(want), size))
         if wrong.any():

@@ -1,6 +1,6 @@
 """Products of rows by group, in bfloat16, as training has them: forward, and both gradients.
 
-    rows      y[r] = b[g] a[r]       for the rows r of each group g; b [groups, n, k]
+    rows      y[r] = b[g] a[r]       for the rows r of each group g; b [groups, n, k]; a list says where y[r] goes
     turned    y[r] = a[r] b[g]       the same with a matrix [groups, k, n]: the gradient of rows
     outer     y[g] = Σ a[r] b[r]'    over the rows r of group g: the gradient of its matrix, zeros for an empty group
 
@@ -65,8 +65,9 @@ class Extents(NamedTuple):
 class ByRows(NamedTuple):
     """The tiles of rows."""
 
+    list: cute.Pointer  # int32 [rows]: the row of y that each row's result is
     tiles: cute.Pointer  # int32 [most, 4]: group, first row, rows, 0
-    count: cute.Pointer  # int32 [1]
+    count: cute.Pointer  # int32 [1], of tiles
 
 
 class ByGroups(NamedTuple):
@@ -86,16 +87,30 @@ class Tile(NamedTuple):
     column_tile: Int32
 
 
-class OfWarpgroup(NamedTuple):
-    """The rows of results that a consumer has, in the form of rows for `store_output`."""
+class OfRows(NamedTuple):
+    """The results that a consumer stores of a tile of rows, in the form of rows for `store_output`."""
 
-    row0: Int64
-    end: Int32  # of those from row0 on, the number that exist
+    list: cute.Pointer  # of the tile's rows
+    rows: Int32  # of the tile
+    row0: Int32  # the consumer's first
     thread: Int32
 
     def place(self, _, r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
-        row = row_of(self.thread, r)
-        return row < self.end, row, Int32(0)
+        row = self.row0 + row_of(self.thread, r)
+        return row < self.rows, cutlass.min(row, self.rows - 1), Int32(0)
+
+    def row_index(self, row: Int32, _: Int32) -> Int64:
+        return Int64(load(self.list + row))
+
+
+class OfMatrix(NamedTuple):
+    """The same of rows of a group's matrix, which are all there."""
+
+    row0: Int64  # among those of all groups
+    thread: Int32
+
+    def place(self, _, r: int) -> tuple[bool, Int32, Int32]:
+        return True, row_of(self.thread, r), Int32(0)
 
     def row_index(self, row: Int32, _: Int32) -> Int64:
         return self.row0 + row
@@ -110,7 +125,8 @@ class ExpertProductSm90(Kernel):
         a: cute.Pointer,  # [rows, m]
         b: cute.Pointer,  # [groups, n, m], [groups, m, n] or [rows, n]
         y: cute.Pointer,  # [rows, n], or [groups, m, n]
-        tiles: cute.Pointer,  # `ByRows`
+        list: cute.Pointer,  # `ByRows`
+        tiles: cute.Pointer,
         count: cute.Pointer,
         first: cute.Pointer,  # `ByGroups`
         sizes: cute.Pointer,
@@ -124,7 +140,7 @@ class ExpertProductSm90(Kernel):
         c, copy = self.config, cpasync.CopyBulkTensorTileG2SOp()
         of_a = cute.make_layout((rows, m), stride=(m, 1))
         of_b = cute.make_layout((n, m, groups), stride=(m, 1, Int64(m) * n))
-        where = ByRows(tiles, count)
+        where = ByRows(list, tiles, count)
         if cutlass.const_expr(c.form == "turned"):
             of_b = cute.make_layout((m, n, groups), stride=(n, 1, Int64(m) * n))
         if cutlass.const_expr(c.is_outer):
@@ -251,15 +267,14 @@ class ExpertProductSm90(Kernel):
                     ring.at(fill + (steps - 1)).arrive_empty()
             row0 = group * ROWS_OF_WARPGROUP
             if cutlass.const_expr(c.is_outer):
-                row = Int64(tile.group) * n.m + (tile.row_tile * c.tile_m + row0)
-                mine = OfWarpgroup(row, Int32(ROWS_OF_WARPGROUP), thread)
+                mine = OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * c.tile_m + row0), thread)
             else:
-                mine = OfWarpgroup(Int64(tile.first + row0), tile.rows - row0, thread)
+                mine = OfRows(where.list + tile.first, tile.rows, row0, thread)
             store_output(sums, factors, y, mine, None, tile.column_tile * c.tile_n, thread, n.n)
             fill = fill + steps
 
     def examples(self, variant: ExpertProduct) -> tuple:
-        return *pointers(variant.dtype, "a", "b", "y", *("int32",) * 4), *(i32() for _ in range(5))
+        return *pointers(variant.dtype, "a", "b", "y", *("int32",) * 5), *(i32() for _ in range(5))
 
 
 @cute.jit
