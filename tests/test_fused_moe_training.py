@@ -1,4 +1,4 @@
-"""The gradient of a layer's experts by products of rows by group: the sort, the passes around products, a GPU's kernels."""
+"""The gradient of a layer's experts by products of rows by group: the sort, the passes around products, kernels."""
 
 import functools
 
@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import explain, fused_moe
+from jax_dsv4_fmha import EXPORT_CHECKS, explain, fused_moe
 from jax_dsv4_fmha._definitions.experts import of_experts
 from jax_dsv4_fmha._host import expert_product as raw
 from jax_dsv4_fmha._ops import fused_moe_training
 from jax_dsv4_fmha._ops.fused_moe_training import grouped
 from jax_dsv4_fmha._testing.experts import LIMIT, Problem, operands
+from tests.helpers import collectives
+from tests.transformed import KINDS
 
 
 def by_tiles(a, b, to, tiles, count, *, turned=False):
@@ -71,7 +75,9 @@ def test_the_sort_of_many_rows_has_other_keys(monkeypatch):
     chosen = jnp.asarray(Problem.of([40, 0, 130]).chosen)[None]
     want = grouped(chosen, 3).list
     monkeypatch.setattr(jnp, "sort", None)
-    np.testing.assert_array_equal(fused_moe_training._sorted(jnp.where(chosen.ravel() < 0, 3, chosen.ravel()), 1 << 30), want)
+    np.testing.assert_array_equal(
+        fused_moe_training._sorted(jnp.where(chosen.ravel() < 0, 3, chosen.ravel()), 1 << 30), want
+    )
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 1e3])
@@ -90,3 +96,126 @@ def test_gradient(limit):
         assert a.shape == b.shape
         assert np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
     assert not np.asarray(got[2][0, 1]).any() and not np.asarray(got[3][0, 1]).any()
+
+
+def gradients(args, implementation, limit=LIMIT):
+    """The result, and the gradients of x, w13, w2 and weights."""
+    given, w13, w2, chosen, weights = args
+
+    def run(given, w13, w2, weights):
+        return fused_moe(given, w13, w2, chosen, weights, limit=limit, implementation=implementation)
+
+    y, back = jax.vjp(run, given, w13, w2, weights)
+    return y, *back(0 * y + jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype))  # placed as y is
+
+
+@pytest.mark.usefixtures("built")
+def test_explain_says_what_a_gradient_launches():
+    args = operands(Problem.of([3, 4]), is_packed=False)
+    decisions = explain(lambda *args: gradients(args, None), *args)
+    assert [(d.op, d.part) for d in decisions] == [("fused_moe_training", "forward"), ("fused_moe", "gradient")]
+    assert all("expert_product" in d.reason for d in decisions)
+
+
+@pytest.mark.usefixtures("built")
+def test_the_calls_are_exported():
+    args = operands(Problem.of([3, 4]), is_packed=False)
+    run = jax.jit(lambda *args: gradients(args, None))
+    text = jax.export.export(run, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
+    calls = [
+        text.count(f"dsv4_fmha_{name}(") for name in ("expert_product", "expert_product_turned", "expert_outer_product")
+    ]
+    assert calls == [2, 2, 2] and "dsv4_fmha_fused_moe(" not in text
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_that_share_out_tokens_add_up_the_gradients_of_matrices(kind):
+    args = operands(Problem.of([3, 0, 4, 8]), is_packed=False)
+    want = gradients(args, "reference")
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(KINDS[kind],))
+    by_tokens = NamedSharding(mesh, P(None, "context"))
+    placed = [jax.device_put(a, by_tokens) if i in (0, 3, 4) else a for i, a in enumerate(args)]
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda *args: gradients(args, None)).lower(*placed).compile()
+        got = program(*placed)
+    assert set(collectives(program)) == {"all-reduce"}
+    for a, b in zip(got, want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("form", ["rows", "turned", "outer"])
+def test_products(form):
+    """Of groups with no row, with one, with whole stages and tiles, and with more; of rows of no group, which are not
+    numbers.
+    """
+    sizes = np.array([5, 0, 1, 64, 128, 333, 0, 1000], np.int32)
+    first, rows, m, n = (np.cumsum(sizes) - sizes).astype(np.int32), int(sizes.sum()), 640, 512
+    shapes = {"rows": (len(sizes), n, m), "turned": (len(sizes), m, n), "outer": (rows + 7, n)}
+    a = jax.random.normal(jax.random.key(1), (rows + 7, m), jnp.bfloat16).at[rows:].set(jnp.nan)
+    b = jax.random.normal(jax.random.key(2), shapes[form], jnp.bfloat16)
+    if form == "outer":
+        b = b.at[rows:].set(jnp.nan)
+        run, where = raw.expert_outer_product, (first, sizes)
+        want = by_groups(a, b, *where)
+    else:
+        chosen = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(7, -1)]).astype(np.int32)
+        by = grouped(jnp.asarray(chosen)[None, :, None], len(sizes))
+        to = jax.random.permutation(jax.random.key(3), jnp.arange(rows + 7, dtype=jnp.int32))
+        run, where = functools.partial(raw.expert_product, turned=form == "turned"), (to, by.tiles, by.count)
+        want = by_tiles(a, b, *where, turned=form == "turned")
+    got, again = (np.asarray(jax.jit(run)(a, b, *where)) for _ in range(2))
+    there = ~np.isnan(want)
+    far = np.abs(got.astype(np.float32) - want)[there] - 2**-8 * np.abs(want[there])
+    assert there.sum() == (want.size if form == "outer" else rows * n)
+    assert far.max() < 2**-8 * m**0.5
+    assert (got[there].view(np.uint16) == again[there].view(np.uint16)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90, 700]], ids=["few rows", "many rows"])
+def test_a_gradient_by_kernels(rows):
+    """Near the definition's in float32, and in bits the same again."""
+    x = Problem.of(rows, k=512, inner=256)
+    args = operands(x, is_packed=False)
+    got, again = (jax.jit(lambda *args: gradients(args, "cubin"))(*args) for _ in range(2))
+    given, w13, w2, chosen, weights = args
+
+    def definition(given, w13, w2, weights):
+        return of_experts(given, w13, w2, chosen, weights, limit=LIMIT)
+
+    wide = (a.astype(jnp.float32) for a in (given, w13, w2, weights))
+    y, back = jax.vjp(definition, *wide)
+    dy = jax.random.normal(jax.random.key(0), y.shape).astype(given.dtype)
+    for a, b, c in zip(got, (y, *back(dy.astype(jnp.float32))), again, strict=True):
+        a, b, c = (np.asarray(x, np.float32) for x in (a, b, c))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max() and np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
+        np.testing.assert_array_equal(a, c)
+    for e, n in enumerate(rows):
+        assert n or not (np.asarray(got[2][e]).any() or np.asarray(got[3][e]).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_what_is_not_a_number_stays_in_its_experts():
+    """A token that is not a number spoils the gradients of matrices that it chose, and no others."""
+    x = Problem.of([150, 30, 70, 5])
+    args = operands(x, is_packed=False)
+    usual = jax.jit(lambda *args: gradients(args, "cubin"))(*args)
+    spoilt = args[0].at[0, 3, 7].set(jnp.nan)
+    made = jax.jit(lambda *args: gradients(args, "cubin"))(spoilt, *args[1:])
+    hit = set(x.chosen[3].tolist())
+    for a, b in zip(made[2:4], usual[2:4], strict=True):
+        for e in range(4):
+            if e in hit:
+                assert np.isnan(np.asarray(a[e], np.float32)).any()
+            else:
+                np.testing.assert_array_equal(np.asarray(a[e], np.float32), np.asarray(b[e], np.float32))
+    others = np.arange(len(x.x)) != 3
+    np.testing.assert_array_equal(
+        np.asarray(made[0], np.float32)[0, others], np.asarray(usual[0], np.float32)[0, others]
+    )

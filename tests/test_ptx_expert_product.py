@@ -1,14 +1,9 @@
 """Products of rows by group, as training has them, interpreted: right answers, the same bits, planted faults."""
 
-import numpy as np
 import pytest
 
-from interpreter import edits
-from interpreter.faults import PlantedFault
 from interpreter.kernels import native
-from interpreter.kernels.expert_product import Problem, judge, run, typical
-from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Misuse, Race, Undefined
+from interpreter.kernels.expert_product import judge, run, typical
 from kernels.abi import ExpertProduct
 
 BUILT = {v.form: v for v in native.built(ExpertProduct)}

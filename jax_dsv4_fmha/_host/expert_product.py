@@ -47,5 +47,3 @@ def expert_outer_product(a: jax.Array, b: jax.Array, first: jax.Array, sizes: ja
 def room_for_tiles(rows: int, groups: int) -> int:
     """The most tiles that so many rows can make up."""
     return groups + rows // TILE
-
-

@@ -65,9 +65,7 @@ def forward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: floa
     return _summed(y, chosen, e, x), made.reshape(*chosen.shape, 2, n)
 
 
-def gradient(
-    x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy: Any, *, limit: float
-) -> Arrays:
+def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of x, weights, w13 and w2; made: what `forward` keeps."""
     (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
     by = grouped(chosen, e)
