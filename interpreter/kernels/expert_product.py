@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,17 +85,26 @@ class Problem:
 
 
 def launched(
-    variant: ExpertProduct, x: Problem, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
+    variant: ExpertProduct,
+    x: Problem,
+    *,
+    seed: int = 0,
+    edit: Callable[[str], str] = str,
+    instead: Mapping[str, Array] | None = None,
+    **edits: Edit,
 ) -> Machine:
-    """The launch, about to run; the edits plant faults, in PTX and in parameters."""
+    """The launch, about to run; the edits plant faults, in PTX and in parameters, and so does what is given `instead`
+    of tables.
+    """
     kernel, memory = Kernel.of(variant), new_memory()
     tiles, (rows, m) = x.tiles(kernel.facts["tile_m"]), x.a.shape
     arrays = {"a": x.a, "b": x.b}
     if x.form == "outer":
         arrays |= {"first": x.first, "sizes": np.array(x.sizes, np.int32)}
     else:
-        arrays |= {"list": np.ascontiguousarray(x.list), "tiles": tiles, "count": np.array([len(tiles)], np.int32)}
-    at = {name: memory.add(name, array) for name, array in arrays.items()}
+        arrays |= {"list": x.list, "tiles": tiles, "count": np.array([len(tiles)], np.int32)}
+    arrays |= dict(instead or {})
+    at = {name: memory.add(name, np.ascontiguousarray(array, array.dtype)) for name, array in arrays.items()}
     at["y"] = memory.add("y", None, int(np.prod(x.result)) * 2)
     shape = {"form": FORMS.index(x.form), "rows": rows, "m": m, "n": x.n, "groups": len(x.sizes)}
     shape |= {"type": native.TYPES[variant.dtype], "tiles": len(tiles)}
@@ -129,5 +138,5 @@ def judge(x: Problem, got: Array) -> None:
 def typical(variant: ExpertProduct) -> Problem:
     """Groups with no row, with one, with whole stages or tiles and with more than one tile."""
     if variant.form == "outer":
-        return Problem.of("outer", (5, 0, 128, 130), 128, 256)
+        return Problem.of("outer", (5, 0, 320, 130), 128, 256)
     return Problem.of(variant.form, (3, 0, 148, 128), 128, 512)
