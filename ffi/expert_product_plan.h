@@ -17,7 +17,7 @@ struct ExpertProductShape {
   int64_t tiles;  // room for tiles of rows; of a form that has them
 };
 
-constexpr int64_t kSummedAtOnce = 64;  // of what is summed over, and columns of a box
+constexpr int64_t kSummedAtOnce = 64;                       // of what is summed over, and columns of a box
 constexpr int64_t kResultRows = 128, kResultColumns = 256;  // of a tile
 
 // Returns why it cannot be: empty if it can.
@@ -25,8 +25,8 @@ inline std::string CheckExpertProductShape(const ExpertProductShape& x) {
   for (auto [name, extent] : {std::pair{"rows", x.rows}, {"m", x.m}, {"n", x.n}, {"groups", x.groups}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
-  for (auto [name, extent, of] : {std::tuple{"m", x.m, x.form == kOuter ? kResultRows : kSummedAtOnce},
-                                  {"n", x.n, kResultColumns}}) {
+  for (auto [name, extent, of] :
+       {std::tuple{"m", x.m, x.form == kOuter ? kResultRows : kSummedAtOnce}, {"n", x.n, kResultColumns}}) {
     if (extent % of != 0) {
       return std::string(name) + " is " + std::to_string(extent) + ", wanted a multiple of " + std::to_string(of);
     }

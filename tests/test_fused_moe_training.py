@@ -68,7 +68,7 @@ def test_sort(rows):
     want = [
         (e, by.first[e] + i, min(raw.TILE, n - i), 0) for e, n in enumerate(by.sizes) for i in range(0, n, raw.TILE)
     ]
-    assert by.count.tolist() == [len(want)] and by.tiles[: len(want)].tolist() == [list(t) for t in want]
+    assert by.tile_count.tolist() == [len(want)] and by.tiles[: len(want)].tolist() == [list(t) for t in want]
 
 
 def test_the_sort_of_many_rows_has_other_keys(monkeypatch):
@@ -165,7 +165,7 @@ def test_products(form):
         chosen = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(7, -1)]).astype(np.int32)
         by = grouped(jnp.asarray(chosen)[None, :, None], len(sizes))
         to = jax.random.permutation(jax.random.key(3), jnp.arange(rows + 7, dtype=jnp.int32))
-        run, where = functools.partial(raw.expert_product, turned=form == "turned"), (to, by.tiles, by.count)
+        run, where = functools.partial(raw.expert_product, turned=form == "turned"), (to, by.tiles, by.tile_count)
         want = by_tiles(a, b, *where, turned=form == "turned")
     got, again = (np.asarray(jax.jit(run)(a, b, *where)) for _ in range(2))
     there = ~np.isnan(want)

@@ -48,7 +48,7 @@ class Rule:
 
 
 class Keeping(Rule):
-    """Where the gradient's function takes what the forward pass keeps, besides operands and cotangents."""
+    """A rule that hands what the forward pass keeps to the gradient's function, besides operands and cotangents."""
 
     @staticmethod
     def residuals(operands: Arrays, results: Arrays) -> Any:

@@ -54,9 +54,9 @@ def fused_moe(
       implementation: as in `fmha`.
 
     Returns:
-      `[b, s, k]` in x's dtype. From matrices in bfloat16 it has the definition's gradient, in x, weights, w13 and w2:
-      in `jnp`, where every expert multiplies all tokens. From packed ones it has none on a kernel. Under `jax.vmap`
-      the definition runs.
+      `[b, s, k]` in x's dtype. From matrices in bfloat16 it has a gradient, in x, weights, w13 and w2, each in its own
+      dtype; without a kernel it is the definition's, where every expert multiplies all tokens. From packed ones it
+      has none on a kernel. Under `jax.vmap` the definition runs.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -129,11 +129,14 @@ def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
 
 
 def _support(x: jax.Array, w13: Experts, e: int) -> Support:
-    is_packed = isinstance(w13, PackedExperts)  # in multiples of UNIT
-    format, rows, columns = (PACKED, UNIT, UNIT) if is_packed else (ROWS, *w13.shape[2:])
+    if isinstance(w13, PackedExperts):  # in multiples of UNIT
+        format, rows, columns, of = PACKED, UNIT, UNIT, ""
+    else:
+        format, (rows, columns) = ROWS, w13.shape[2:]
+        of = f" of {rows} x {columns}"
     fits = e <= raw.MOST_EXPERTS and x.size and rows % UNIT == 0 and columns % UNIT == 0
     archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=format)
-    got = f"{x.dtype.name}, {format}, {e} experts" + ("" if is_packed else f" of {rows} x {columns}")
+    got = f"{x.dtype.name}, {format}, {e} experts{of}"
     return Support(got, ("group_rows", "grouped_product"), archs if fits else ())
 
 
@@ -150,7 +153,7 @@ def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: flo
 
 def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of all operands but the choices, by the definition."""
-    _, back = jax.vjp(lambda *given: _of_rows(*given, chosen, limit=limit), x, weights, w13, w2)
+    _, back = jax.vjp(lambda x, of, *w: _of_rows(x, of, w[0], w[1], chosen, limit=limit), x, weights, w13, w2)
     gradients: Arrays = back((dy,))
     return gradients
 

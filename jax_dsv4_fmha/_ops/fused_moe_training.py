@@ -24,7 +24,7 @@ class Grouped(NamedTuple):
     """int32 `[e]`, its rows"""
     tiles: jax.Array
     """int32 `[most, 4]`, as `raw.expert_product` takes them"""
-    count: jax.Array
+    tile_count: jax.Array
     """int32 `[1]`, of tiles"""
 
 
@@ -58,7 +58,7 @@ def forward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: floa
     (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
     by = grouped(chosen, e)
     rows = jnp.take(x.reshape(-1, k), by.list // c, 0, mode="clip")
-    where = by.list, by.tiles, by.count
+    where = by.list, by.tiles, by.tile_count
     made = raw.expert_product(rows, w13.reshape(e, 2 * n, k), *where)
     inner = _inner(jnp.take(made, by.list, 0, mode="clip"), jnp.take(weights.reshape(-1), by.list), limit)
     y = raw.expert_product(inner.astype(x.dtype), w2[0], *where)
@@ -69,11 +69,11 @@ def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy
     """The gradients of x, weights, w13 and w2; made: what `forward` keeps."""
     (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
     by = grouped(chosen, e)
-    where = by.list, by.tiles, by.count
+    where = by.list, by.tiles, by.tile_count
     rows, of_rows = (jnp.take(a.reshape(-1, k), by.list // c, 0, mode="clip") for a in (x, dy))
     given, weight = jnp.take(made.reshape(-1, 2 * n), by.list, 0, mode="clip"), jnp.take(weights.reshape(-1), by.list)
     of_inner = jnp.take(raw.expert_product(of_rows, w2[0], *where, turned=True), by.list, 0, mode="clip")
-    inner, back = jax.vjp(lambda *of: _inner(*of, limit), given.astype(jnp.float32), weight)
+    inner, back = jax.vjp(lambda made, weight: _inner(made, weight, limit), given.astype(jnp.float32), weight)
     of_given, of_weight = back(of_inner.astype(jnp.float32))
     inner, of_given = inner.astype(x.dtype), of_given.astype(x.dtype)
     groups = by.first, by.sizes
