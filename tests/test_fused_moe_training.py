@@ -177,24 +177,30 @@ def test_products(form):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("limit", [LIMIT, 1e3])
 @pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90, 700]], ids=["few rows", "many rows"])
-def test_a_gradient_by_kernels(rows):
-    """Near the definition's in float32, and in bits the same again."""
+def test_a_gradient_by_kernels(rows, limit):
+    """Near the definition's in float32, and in bits the same again. Kept gates are rounded: some become the limit, where
+    the derivative is half of that before it.
+    """
     x = Problem.of(rows, k=512, inner=256)
     args = operands(x, is_packed=False)
-    got, again = (jax.jit(lambda *args: gradients(args, "cubin"))(*args) for _ in range(2))
+    got, again = (jax.jit(lambda *args: gradients(args, "cubin", limit))(*args) for _ in range(2))
     given, w13, w2, chosen, weights = args
 
     def definition(given, w13, w2, weights):
-        return of_experts(given, w13, w2, chosen, weights, limit=LIMIT)
+        return of_experts(given, w13, w2, chosen, weights, limit=limit)
 
     wide = (a.astype(jnp.float32) for a in (given, w13, w2, weights))
     y, back = jax.vjp(definition, *wide)
     dy = jax.random.normal(jax.random.key(0), y.shape).astype(given.dtype)
-    for a, b, c in zip(got, (y, *back(dy.astype(jnp.float32))), again, strict=True):
+    names = ("y", "x", "w13", "w2", "weights")
+    for name, a, b, c in zip(names, got, (y, *back(dy.astype(jnp.float32))), again, strict=True):
         a, b, c = (np.asarray(x, np.float32) for x in (a, b, c))
-        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max() and np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
-        np.testing.assert_array_equal(a, c)
+        most = 0.1 if limit == LIMIT and name in ("x", "w13") else 0.01
+        assert np.linalg.norm(a - b) <= most * np.linalg.norm(b), name
+        assert most > 0.01 or np.abs(a - b).max() <= 0.02 * np.abs(b).max(), name
+        np.testing.assert_array_equal(a, c, name)
     for e, n in enumerate(rows):
         assert n or not (np.asarray(got[2][e]).any() or np.asarray(got[3][e]).any())
 
