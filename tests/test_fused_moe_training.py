@@ -180,8 +180,8 @@ def test_products(form):
 @pytest.mark.parametrize("limit", [LIMIT, 1e3])
 @pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90, 700]], ids=["few rows", "many rows"])
 def test_a_gradient_by_kernels(rows, limit):
-    """Near the definition's in float32, and in bits the same again. Kept gates are rounded: some become the limit, where
-    the derivative is half of that before it.
+    """Near the definition's in float32, and in bits the same again. Gates are kept rounded: where one becomes the
+    limit, its derivative is half of that before it.
     """
     x = Problem.of(rows, k=512, inner=256)
     args = operands(x, is_packed=False)

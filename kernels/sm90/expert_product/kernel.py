@@ -10,6 +10,8 @@ A warp loads stages of 64 of what is summed over, by TMA, and two warpgroups mul
     consumer WG 0     product | product | ... | store   rows  0 ..  63 of a tile
     consumer WG 1     product | product | ... | store   rows 64 .. 127
 
+Where a group ends within the first 64 rows of a tile, the second warpgroup leaves the tensor cores to the first.
+
 A CTA takes every n-th tile of results, and the ring runs on from one to the next: stages of the next tile arrive while
 sums are stored. Rows of a group follow one another in memory. In the first two forms a tile may read rows of the
 group after, whose results it does not store. In the third such rows would count, so consumers clear them in shared
@@ -248,30 +250,63 @@ class ExpertProductSm90(Kernel):
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             tile = self.tile(where, n, item)
             steps = self.steps(tile, n)
-            sums.fill(0.0)
-            for t in cutlass.range(steps, unroll=1):
-                state = ring.at(fill + t)
-                state.wait_full()
-                if cutlass.const_expr(c.is_outer):
-                    left = tile.rows - t * SLAB
-                    if left < SLAB:
-                        clear(a, b, state.index, left, group, thread)
-                multiply(mma, sums, of_a[None, None, None, state.index], of_b[None, None, None, state.index])
-                warpgroup.wait_group(1)
-                if t > 0:
-                    with cute.arch.elect_one():
-                        ring.at(fill + (t - 1)).arrive_empty()
-            warpgroup.wait_group(0)
-            if steps > 0:
-                with cute.arch.elect_one():
-                    ring.at(fill + (steps - 1)).arrive_empty()
             row0 = group * ROWS_OF_WARPGROUP
+            if cutlass.const_expr(c.is_outer):  # noqa: SIM114, at compile time
+                self.multiply(ring, fill, steps, a, b, of_a, of_b, mma, sums, tile, group, thread)
+            elif row0 < tile.rows:
+                self.multiply(ring, fill, steps, a, b, of_a, of_b, mma, sums, tile, group, thread)
+            else:  # the other consumer has the tensor cores alone
+                self.pass_over(ring, fill, steps)
             if cutlass.const_expr(c.is_outer):
                 mine = OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * c.tile_m + row0), thread)
             else:
                 mine = OfRows(where.list + tile.first, tile.rows, row0, thread)
             store_output(sums, factors, y, mine, None, tile.column_tile * c.tile_n, thread, n.n)
             fill = fill + steps
+
+    @cute.jit
+    def multiply(
+        self,
+        ring: Ring,
+        fill: Int32,
+        steps: Int32,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        of_a: cute.Tensor,
+        of_b: cute.Tensor,
+        mma: cute.TiledMma,
+        sums: cute.Tensor,
+        tile: Tile,
+        group: Int32,
+        thread: Int32,
+    ):
+        """sums <- the products of all stages of a tile."""
+        sums.fill(0.0)
+        for t in cutlass.range(steps, unroll=1):
+            state = ring.at(fill + t)
+            state.wait_full()
+            if cutlass.const_expr(self.config.is_outer):
+                left = tile.rows - t * SLAB
+                if left < SLAB:
+                    clear(a, b, state.index, left, group, thread)
+            multiply(mma, sums, of_a[None, None, None, state.index], of_b[None, None, None, state.index])
+            warpgroup.wait_group(1)
+            if t > 0:
+                with cute.arch.elect_one():
+                    ring.at(fill + (t - 1)).arrive_empty()
+        warpgroup.wait_group(0)
+        if steps > 0:
+            with cute.arch.elect_one():
+                ring.at(fill + (steps - 1)).arrive_empty()
+
+    @cute.jit
+    def pass_over(self, ring: Ring, fill: Int32, steps: Int32):
+        """Reads no stage of a tile."""
+        for t in cutlass.range(steps, unroll=1):
+            state = ring.at(fill + t)
+            state.wait_full()
+            with cute.arch.elect_one():
+                state.arrive_empty()
 
     def examples(self, variant: ExpertProduct) -> tuple:
         return *pointers(variant.dtype, "a", "b", "y", *("int32",) * 5), *(i32() for _ in range(5))
