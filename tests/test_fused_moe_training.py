@@ -145,6 +145,46 @@ def test_devices_that_share_out_tokens_add_up_the_gradients_of_matrices(kind):
         assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_two_devices(kind):
+    """In a shard_map each device has the gradients of its own experts, and tokens the sum; no kernel's result is summed
+    where it must not be.
+    """
+    args = operands(Problem.of([3, 0, 4, 8]), is_packed=False)
+    want = gradients(args, "reference")
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
+    spec = P("expert")
+    args = tuple(jax.device_put(a, NamedSharding(mesh, spec if i in (1, 2) else P())) for i, a in enumerate(args))
+
+    def of_device(given, w13, w2, chosen, weights):
+        first = jax.lax.axis_index("expert") * w13.shape[0]
+        return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
+
+    def run(given, w13, w2, chosen, weights):
+        f = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), spec, spec, P(), P()), out_specs=P())
+        y, back = jax.vjp(lambda *of: f(*of[:3], chosen, of[3]), given, w13, w2, weights)
+        return y, *back(0 * y + jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype))
+
+    for a, b in zip(jax.jit(run)(*args), want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+    texts = [jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")]
+    assert texts[0].count("dsv4_fmha_expert_outer_product(") == 2
+    assert texts[0].count("all_reduce") == texts[1].count("all_reduce")
+
+
+@pytest.mark.usefixtures("built")
+def test_vmap():
+    """Of a gradient, by the definition."""
+    args = operands(Problem.of([3, 4]), is_packed=False)
+    want = gradients(args, "reference")
+    both = [jnp.stack([a, a]) if i in (0, 3, 4) else a for i, a in enumerate(args)]
+    made = jax.vmap(lambda *args: gradients(args, None), (0, None, None, 0, 0))(*both)
+    for a, b in zip(made, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a[1], np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.5)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("form", ["rows", "turned", "outer"])

@@ -11,6 +11,7 @@ from .._definitions import experts
 from .._definitions.experts import UNIT, Experts, PackedExperts
 from .._dispatch.autodiff import Differentiable, Function, Keeping
 from .._dispatch.lowering import choose, choose_backward
+from .._dispatch.manual_axes import vary, varying
 from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op, Params
 from .._dispatch.support import Support
 from .._host import fused_moe as raw
@@ -160,8 +161,9 @@ def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, 
 
 def _keeping(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
     """The definition keeps nothing: its gradient begins anew."""
-    kept = jnp.zeros((*chosen.shape, *w13.shape[2:4]), x.dtype)
-    return (*_of_rows(x, weights, w13, w2, chosen, limit=limit), kept)
+    operands = x, weights, w13, w2, chosen
+    kept = vary((jnp.zeros((*chosen.shape, *w13.shape[2:4]), x.dtype),), varying(operands))
+    return *_of_rows(*operands, limit=limit), *kept
 
 
 def _backward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, _: Any, dy: Any, *, limit: float) -> Arrays:
