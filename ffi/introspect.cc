@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "by_columns_plan.h"
+#include "expert_product_plan.h"
 #include "few_rows_product_plan.h"
 #include "forward_plan.h"
 #include "fused_moe_plan.h"
@@ -240,6 +241,15 @@ int dsv4_fmha_plan_grouped_product(const FusedMoeShape* shape, bool gated, float
                                    size_t error_bytes) {
   return Show(kGroupedProduct.name, PlanGroupedProduct(*shape, gated, *tiles, limit, *addresses),
               CheckFusedMoeShape(*shape), out, error, error_bytes);
+}
+
+// A product of rows by group, as training has them.
+int dsv4_fmha_plan_expert_product(const ExpertProductShape* shape, const Tiles* tiles,
+                                  const ExpertProductAddresses* addresses, ShownLaunch* out, char* error,
+                                  size_t error_bytes) {
+  const Layout& layout = shape->form == kOuter ? kExpertOuterProduct : kExpertProduct;
+  return Show(layout.name, PlanExpertProduct(*shape, *tiles, *addresses), CheckExpertProductShape(*shape), out, error,
+              error_bytes);
 }
 
 // Hyper-connections between two sublayers: 0, or -1 with the reason in `error`.

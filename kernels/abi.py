@@ -722,6 +722,33 @@ class GroupedProduct(Variant):
 
 
 @dataclass(frozen=True)
+class ExpertProduct(Variant):
+    """Products of rows by group, as training has them. form: "rows", of rows with their group's matrix [n, k];
+    "turned", with a matrix [k, n]; "outer", of all rows of a group with one another, the gradient of its matrix.
+    """
+
+    dtype: str  # of all arrays
+    form: str
+
+    family = "expert_product"
+
+    @property
+    def layout(self) -> str:
+        return "expert_outer_product" if self.form == "outer" else "expert_product"
+
+    @property
+    def params(self) -> Params:
+        is_outer = self.form == "outer"
+        maps = (("a", "map"), ("a", "extents2"), ("b", "map"), ("b", "extents2" if is_outer else "extents3"))
+        where = ("first", "sizes") if is_outer else ("list", "tiles", "count")
+        return (
+            *(Param(name, kind) for name, kind in maps),
+            *each("address", "y", *where),
+            *each("int32", "m", "n", "groups"),
+        )
+
+
+@dataclass(frozen=True)
 class HyperConnection(Variant):
     """Streams between two sublayers: those after the first, and what the second is given."""
 
@@ -744,7 +771,7 @@ FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
-    HyperConnection,
+    *(ExpertProduct, HyperConnection),
 )
 
 

@@ -408,6 +408,32 @@ TARGETS = (
         ),
         {"limit": "float32", "format": "string"},
     ),
+    *(
+        Target(  # rows by group, as `tiles` lists them, with each group's matrix, or that transposed
+            name,
+            "expert_product",
+            (
+                array("a: T[rows m]", aligned=True),
+                array(f"b: T[groups {axes}]", aligned=True),
+                *arrays("list: s32[rows]"),  # the row of y that each row's result is
+                array("tiles: s32[n_tiles 4]", aligned=True),
+                *arrays("count: s32[1]"),
+            ),
+            (array("y: T[rows n]", aligned=True),),
+            {},
+        )
+        for name, axes in (("expert_product", "n m"), ("expert_product_turned", "m n"))
+    ),
+    Target(  # the sum over a group's rows of their outer products
+        "expert_outer_product",
+        "expert_product",
+        (
+            *(array(f"{name}: T[rows {axis}]", aligned=True) for name, axis in (("a", "m"), ("b", "n"))),
+            *arrays("first: s32[groups]", "sizes: s32[groups]"),
+        ),
+        (array("y: T[groups m n]", aligned=True),),
+        {},
+    ),
     Target(
         "hyper_connection",
         "hyper_connection",

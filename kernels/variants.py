@@ -16,6 +16,7 @@ from .abi import (
     PACKINGS_OF_V4,
     ROTARY,
     Combine,
+    ExpertProduct,
     FewRowsProduct,
     Forward,
     GroupedProduct,
@@ -298,6 +299,10 @@ VARIANTS: tuple[Variant, ...] = (
         for weights in ("mxfp4", "e4m3", "bfloat16")
         for gated in (False, True)
         for rows in (FEW_ROWS, ANY)
+    ),
+    *(
+        ExpertProduct("expert_product", "sm_90a", f"{HOPPER}.expert_product.kernel", "bfloat16", form)
+        for form in ("rows", "turned", "outer")
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),

@@ -21,6 +21,7 @@ from interpreter.kernels.native import (
     library,
     plan,
     plan_combine,
+    plan_expert_product,
     plan_few_rows_product,
     plan_group_rows,
     plan_grouped_product,
@@ -44,6 +45,7 @@ from jax_dsv4_fmha._host.library import held, manifest
 from kernels import build
 from kernels.abi import (
     Combine,
+    ExpertProduct,
     FewRowsProduct,
     Forward,
     GroupedProduct,
@@ -185,6 +187,10 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
             launch = plan_group_rows(sizes, tile_m=16)
         else:
             launch = plan_grouped_product(sizes, variant.gated, 1.0, tile_m=16, tile_n=128, processors=132)
+    elif isinstance(variant, ExpertProduct):
+        form = {"rows": 0, "turned": 1, "outer": 2}[variant.form]
+        sizes = {"form": form, "rows": 7, "m": 128, "n": 256, "groups": 3, "type": TYPES["bfloat16"], "tiles": 3}
+        launch = plan_expert_product(sizes, tile_m=128, tile_n=256, processors=132)
     elif isinstance(variant, HyperConnection):
         sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
         launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)

@@ -1,5 +1,5 @@
-"""Every order of the launches of attention, to few queries too, of its gradients, of a step's products, of an indexer's
-scores and of its teacher: `interpreter/orders` says what that is.
+"""Every order of the launches of attention, to few queries too, of its gradients, of a step's and of training's
+products, of an indexer's scores and of its teacher: `interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100f                those whose keys have all of these words
@@ -19,14 +19,23 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import FewRowsProduct, Forward, MhaBackward, MlaBackward, Probabilities, RowColumns, RowScores
+from kernels.abi import (
+    ExpertProduct,
+    FewRowsProduct,
+    Forward,
+    MhaBackward,
+    MlaBackward,
+    Probabilities,
+    RowColumns,
+    RowScores,
+)
 from kernels.variants import VARIANTS
 
 from ..arguments import count
 from ..machine import scheduler
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
-from . import by_columns, few_rows_product, gradients, mha_backward, native
+from . import by_columns, expert_product, few_rows_product, gradients, mha_backward, native
 from .launch import Kernel
 from .prepared import Interpreted, OfIndexer, Prepared, is_typical
 
@@ -49,6 +58,10 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
     if isinstance(variant, FewRowsProduct):
         x = few_rows_product.Problem.typical(variant, 70)
         yield "rows", lambda seed: few_rows_product.launched(x, seed=seed)
+        return
+    if isinstance(variant, ExpertProduct):
+        groups = expert_product.typical(variant)
+        yield "groups", lambda seed: expert_product.launched(variant, groups, seed=seed)
         return
     if isinstance(variant, RowScores | RowColumns):
         first = native.variant_of(SCORES) if isinstance(variant, RowColumns) else variant
@@ -73,7 +86,7 @@ def keys(words: Sequence[str]) -> list[str]:
     not among them: their consumers rely on more than this argument knows (docs/interpreter.md).
     """
     of_attention = Forward | RowScores | RowColumns | MlaBackward | MhaBackward
-    families = of_attention | Probabilities | FewRowsProduct | OfIndexer
+    families = of_attention | Probabilities | FewRowsProduct | ExpertProduct | OfIndexer
     typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
     shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
     return [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.abi import (
+    ExpertProduct,
     FewRowsProduct,
     Forward,
     IndexerScores,
@@ -30,7 +31,7 @@ Interpreted = Forward | MlaBackward | OfIndexer | Probabilities
 Judge = Callable[[Machine], None]
 
 
-def is_typical(v: Interpreted | RowScores | RowColumns | MhaBackward | FewRowsProduct) -> bool:
+def is_typical(v: Interpreted | RowScores | RowColumns | MhaBackward | FewRowsProduct | ExpertProduct) -> bool:
     """True if it stands for those that differ from it in numbers alone: in dtype, or an indexer's heads."""
     return typical(v, ("dtype", "heads")) == v
 

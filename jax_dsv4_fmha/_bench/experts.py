@@ -1,6 +1,7 @@
-"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, and what stands before them.
+"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, their gradient from bfloat16, and
+what stands before them.
 
-A row may have weights in FP8 or bfloat16, too; the suite has none of these yet.
+A row of the forward pass may have weights in FP8 or bfloat16, too; the suite has none of these yet.
 """
 
 from dataclasses import dataclass
@@ -83,6 +84,40 @@ class ExpertsRow(CallRow):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsGradientRow(ExpertsRow):
+    """Both passes of such a layer, from matrices in bfloat16, on a device that has all experts."""
+
+    op = "fused_moe_gradient"
+
+    experts: int = 16
+    weights: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"gradient and {super().name}"
+
+    @property
+    def flops(self) -> float:
+        return 3 * super().flops
+
+    @property
+    def bytes(self) -> float:
+        """Those of the forward pass, and of what is kept; matrices once more, their gradients, and rows of either."""
+        matrices = 2.0 * 3 * self.experts * self.k * self.inner
+        rows = 2.0 * self.tokens * (2 * self.k + 2 * self.chosen * (3 * self.k + 5 * self.inner))
+        return super().bytes + 2 * matrices + rows
+
+    def operands(self, key: jax.Array) -> Operands:
+        x = super().operands(key)
+        return {**x, "dy": jax.random.normal(jax.random.fold_in(key, 1), x["x"].shape, jnp.bfloat16)}
+
+    def ours(self, **operands: Any) -> Any:
+        dy, chosen = operands.pop("dy"), operands.pop("chosen")
+        y, back = jax.vjp(lambda given: fused_moe(**given, chosen=chosen, limit=LIMIT), operands)
+        return y, *back(dy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HyperConnectionRow(CallRow):
     """The hyper-connections before a sublayer."""
 
@@ -126,6 +161,7 @@ SUITE = Suite(
     "#7f3f5f",
     (
         *(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(ExpertsGradientRow(tokens=n) for n in (2048, 8192)),
         *(HyperConnectionRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
     ),
 )

@@ -47,6 +47,23 @@ class Rule:
         return *(g.astype(x.dtype) for g, x in trained), *(None for _ in residuals[len(gradients) :])
 
 
+class Keeping(Rule):
+    """A rule that hands what the forward pass keeps to the gradient's function, besides operands and cotangents."""
+
+    @staticmethod
+    def residuals(operands: Arrays, results: Arrays) -> Any:
+        return operands, results
+
+    @staticmethod
+    def operands(residuals: Any, cotangents: Arrays) -> Arrays:
+        operands, kept = residuals
+        return *operands, *kept, *cotangents
+
+    @staticmethod
+    def cotangents(residuals: Any, gradients: Arrays) -> Sequence[jax.Array | None]:
+        return Rule.cotangents(residuals[0], gradients)
+
+
 class Differentiable(NamedTuple):
     """A call, or a function, whose gradient another one computes by a rule. A call has first derivatives in reverse
     mode alone; without a `backward` it has none, and asking for one raises an error.
@@ -55,6 +72,9 @@ class Differentiable(NamedTuple):
     forward: Call | Function
     backward: Call | Function | None
     rule: type[Rule] = Rule
+    keeping: Call | None = None
+    """with the rule `Keeping`, what runs instead of `forward` where there is a gradient: after its results come those
+    that are kept"""
 
     def __call__(self, *operands: jax.Array) -> Arrays:
         results: Arrays = _call(self, *operands)
@@ -90,6 +110,11 @@ def _forward(f: Differentiable, *operands: jax.Array) -> tuple[Arrays, Any]:
         assert isinstance(f.forward, Call)
         wanted = f"stop_gradient around it, or {f.forward.op.differentiated}"
         raise _check.error(NotImplementedError, f.forward.op.name, "gradient", "a call to differentiate", wanted)
+    if f.keeping is not None:
+        assert isinstance(f.forward, Call)
+        results = _run(f.keeping, *operands)
+        n = len(f.forward.op.results)
+        return results[:n], f.rule.residuals(operands, results[n:])
     results = _run(f.forward, *operands)
     if f.rule.names:
         results = tuple(map(checkpoint_name, results, f.rule.names))

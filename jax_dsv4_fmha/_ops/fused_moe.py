@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions import experts
 from .._definitions.experts import UNIT, Experts, PackedExperts
-from .._dispatch.autodiff import Differentiable, Function
-from .._dispatch.lowering import choose
-from .._dispatch.op import Arrays, Axes, Call, Op
+from .._dispatch.autodiff import Differentiable, Function, Keeping
+from .._dispatch.lowering import choose, choose_backward
+from .._dispatch.manual_axes import vary, varying
+from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op, Params
 from .._dispatch.support import Support
 from .._host import fused_moe as raw
 from .._host import library
+from . import fused_moe_training
 
 ROWS = "bfloat16"
 """what matrices are in that are not packed"""
@@ -53,9 +55,9 @@ def fused_moe(
       implementation: as in `fmha`.
 
     Returns:
-      `[b, s, k]` in x's dtype. From matrices in bfloat16 it has the definition's gradient, in x, weights, w13 and w2:
-      in `jnp`, where every expert multiplies all tokens. From packed ones it has none on a kernel. Under `jax.vmap`
-      the definition runs.
+      `[b, s, k]` in x's dtype. From matrices in bfloat16 it has a gradient, in x, weights, w13 and w2, each in its own
+      dtype; without a kernel it is the definition's, where every expert multiplies all tokens. From packed ones it
+      has none on a kernel. Under `jax.vmap` the definition runs.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -86,14 +88,28 @@ def fused_moe(
     _check.implementation(op, implementation)
     if implementation == "reference":
         return experts.of_experts(x, w13, w2, chosen, weights, limit=limit)
-    is_packed = isinstance(w13, PackedExperts)
     support = _support(x, w13, e)
     use = choose(op, implementation, support)
     params = (("limit", limit),)
-    call = Call(_OF_PACKED if is_packed else _OF_ROWS, use, params, support)
     arrays = (a[None] for a in jax.tree.leaves((w13, w2)))
-    (y,) = Differentiable(call, None if is_packed else Function(_gradient, params))(x, weights, *arrays, chosen)
+    if isinstance(w13, PackedExperts):
+        run = Differentiable(Call(_OF_PACKED, use, params, support), None)
+    else:
+        run = _trained(use, params, support, x.dtype)
+    (y,) = run(x, weights, *arrays, chosen)
     return y
+
+
+def _trained(use: KernelUse, params: Params, support: Support, dtype: Any) -> Differentiable:
+    """The call over matrices in bfloat16, with its gradient."""
+    call = Call(_OF_ROWS, use, params, support)
+    archs = library.shipped_for("expert_product", dtype=dtype.name)
+    of_gradient = Support(support.got, ("expert_product",), archs if support.shipped else ())
+    use = choose_backward(use, of_gradient.built)
+    if use == KernelUse.NEVER:
+        return Differentiable(call, Function(_gradient, params))
+    keeping, backward = (Call(op, use, params, of_gradient) for op in (_KEEPING, _BACKWARD))
+    return Differentiable(call, backward, Keeping, keeping)
 
 
 def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
@@ -116,13 +132,14 @@ def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
 
 
 def _support(x: jax.Array, w13: Experts, e: int) -> Support:
-    if is_packed := isinstance(w13, PackedExperts):
-        format, rows, columns = w13.format, UNIT, UNIT  # in multiples of UNIT
+    if isinstance(w13, PackedExperts):  # in multiples of UNIT
+        format, rows, columns, of = w13.format, UNIT, UNIT, ""
     else:
         format, (rows, columns) = ROWS, w13.shape[2:]
+        of = f" of {rows} x {columns}"
     fits = e <= raw.MOST_EXPERTS and x.size and rows % UNIT == 0 and columns % UNIT == 0
     archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=format)
-    got = f"{x.dtype.name}, {format}, {e} experts" + ("" if is_packed else f" of {rows} x {columns}")
+    got = f"{x.dtype.name}, {format}, {e} experts{of}"
     return Support(got, ("group_rows", "grouped_product"), archs if fits else ())
 
 
@@ -139,13 +156,20 @@ def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: flo
 
 def _gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of all operands but the choices, by the definition."""
-
-    def of(x: Any, weights: Any, w13: Any, w2: Any) -> Arrays:
-        return _of_rows(x, weights, w13, w2, chosen, limit=limit)
-
-    _, back = jax.vjp(of, x, weights, w13, w2)
+    _, back = jax.vjp(lambda x, of, *w: _of_rows(x, of, w[0], w[1], chosen, limit=limit), x, weights, w13, w2)
     gradients: Arrays = back((dy,))
     return gradients
+
+
+def _keeping(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
+    """The definition keeps nothing: its gradient begins anew."""
+    operands = x, weights, w13, w2, chosen
+    kept = vary((jnp.zeros((*chosen.shape, *w13.shape[2:4]), x.dtype),), varying(operands))
+    return *_of_rows(*operands, limit=limit), *kept
+
+
+def _backward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, _: Any, dy: Any, *, limit: float) -> Arrays:
+    return _gradient(x, weights, w13, w2, chosen, dy, limit=limit)
 
 
 def _packed_by_kernels(x: Any, weights: Any, *operands: Any, limit: float) -> Arrays:
@@ -169,16 +193,35 @@ def _summed(x: Any, y: Any, places: Any) -> Arrays:
 
 
 def _op(definition: Any, kernel: Any, *matrices: Axes) -> Op:
-    operands = (Axes("x", "b s_q k"), Axes("weights", "b s_q c"), *matrices, Axes("chosen", "b s_q c"))
-    return Op("fused_moe", operands, (Axes("y", "b s_q k"),), definition, kernel, is_mapped=False)
+    operands = (*_ROWS, *matrices, _CHOSEN)
+    return Op("fused_moe", operands, (_Y,), definition, kernel, is_mapped=False)
 
+
+_ROWS, _CHOSEN, _Y = (Axes("x", "b s_q k"), Axes("weights", "b s_q c")), Axes("chosen", "b s_q c"), Axes("y", "b s_q k")
+_MATRICES = (Axes("w13", "b* e gates rows13 columns13"), Axes("w2", "b* e rows2 columns2"))
+_KEPT = Axes("made", "b s_q c gates rows13")
+"""what gates and up projections make, of each choice"""
 
 _OF_PACKED = _op(
     *(_of_packed, _packed_by_kernels),
     *(Axes("w13", "b* e tiles13 slabs13 bytes"), Axes("factor13", "b* e")),
     *(Axes("w2", "b* e tiles2 slabs2 bytes"), Axes("factor2", "b* e")),
 )
-_OF_ROWS = _op(
-    *(_of_rows, _rows_by_kernels),
-    *(Axes("w13", "b* e gates rows13 columns13"), Axes("w2", "b* e rows2 columns2")),
+_OF_ROWS = _op(_of_rows, _rows_by_kernels, *_MATRICES)
+_KEEPING = Op(
+    "fused_moe_training",
+    (*_ROWS, *_MATRICES, _CHOSEN),
+    (_Y, _KEPT),
+    _keeping,
+    fused_moe_training.forward,
+    is_mapped=False,
+)
+_BACKWARD = Op(
+    "fused_moe",
+    (*_ROWS, *_MATRICES, _CHOSEN, _KEPT, _Y._replace(name="dy")),
+    (*_ROWS, *_MATRICES),
+    _backward,
+    fused_moe_training.gradient,
+    part="gradient",
+    is_mapped=False,
 )

@@ -1,0 +1,267 @@
+"""The gradient of a layer's experts by products of rows by group: the sort, the passes around products, kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import EXPORT_CHECKS, explain, fused_moe
+from jax_dsv4_fmha._definitions.experts import of_experts
+from jax_dsv4_fmha._host import expert_product as raw
+from jax_dsv4_fmha._ops import fused_moe_training
+from jax_dsv4_fmha._ops.fused_moe_training import grouped
+from jax_dsv4_fmha._testing.experts import LIMIT, Problem, operands
+from tests.helpers import collectives
+from tests.transformed import KINDS
+
+
+def by_tiles(a, b, to, tiles, count, *, turned=False):
+    """`raw.expert_product`, tile by tile; rows of no tile are not numbers."""
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    b = b if turned else b.swapaxes(1, 2)
+    y = np.full((len(a), b.shape[2]), np.nan, np.float32)
+    for group, first, rows, _ in np.asarray(tiles)[: int(count[0])]:
+        assert 0 < rows <= raw.TILE
+        places = slice(first, first + rows)
+        y[np.asarray(to)[places]] = a[places] @ b[group]
+    return y
+
+
+def by_groups(a, b, first, sizes):
+    """`raw.expert_outer_product`, group by group."""
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    spans = [slice(x, x + n) for x, n in zip(np.asarray(first), np.asarray(sizes), strict=True)]
+    return np.stack([a[span].T @ b[span] for span in spans])
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Products by NumPy, in the dtype of their rows, in place of the kernels'."""
+
+    def expert_product(a, b, *where, turned=False):
+        shape = jax.ShapeDtypeStruct((a.shape[0], b.shape[2 if turned else 1]), jnp.float32)
+        run = functools.partial(by_tiles, turned=turned)
+        return jax.pure_callback(run, shape, a, b, *where).astype(a.dtype)
+
+    def expert_outer_product(a, b, first, sizes):
+        shape = jax.ShapeDtypeStruct((first.shape[0], a.shape[1], b.shape[1]), jnp.float32)
+        return jax.pure_callback(by_groups, shape, a, b, first, sizes).astype(a.dtype)
+
+    monkeypatch.setattr(raw, "expert_product", expert_product)
+    monkeypatch.setattr(raw, "expert_outer_product", expert_outer_product)
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 0, 3], [40, 0, 130, 1, 0, 16], [700, 0, 333]])
+def test_sort(rows):
+    x = Problem.of(rows)
+    by = jax.tree.map(np.asarray, grouped(jnp.asarray(x.chosen)[None], len(rows)))
+    end = 0
+    for e, choices in x.rows().items():
+        assert (by.first[e], by.sizes[e]) == (end, len(choices))
+        assert by.list[end : end + len(choices)].tolist() == choices
+        end += len(choices)
+    assert sorted(by.list.tolist()) == list(range(x.chosen.size))
+    want = [
+        (e, by.first[e] + i, min(raw.TILE, n - i), 0) for e, n in enumerate(by.sizes) for i in range(0, n, raw.TILE)
+    ]
+    assert by.tile_count.tolist() == [len(want)] and by.tiles[: len(want)].tolist() == [list(t) for t in want]
+
+
+def test_the_sort_of_many_rows_has_other_keys(monkeypatch):
+    chosen = jnp.asarray(Problem.of([40, 0, 130]).chosen)[None]
+    want = grouped(chosen, 3).list
+    monkeypatch.setattr(jnp, "sort", None)
+    np.testing.assert_array_equal(
+        fused_moe_training._sorted(jnp.where(chosen.ravel() < 0, 3, chosen.ravel()), 1 << 30), want
+    )
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 1e3])
+@pytest.mark.usefixtures("products")
+def test_gradient(limit):
+    """The definition's, in float32, with choices of no expert here and an expert that nobody chose."""
+    given, w13, w2, chosen, weights = operands(Problem.of([3, 0, 150, 9]), jnp.float32, is_packed=False)
+    dy = jax.random.normal(jax.random.key(0), given.shape)
+    args = given, weights, w13[None].astype(jnp.float32), w2[None].astype(jnp.float32)
+    y, made = fused_moe_training.forward(*args, chosen, limit=limit)
+    got = fused_moe_training.gradient(*args, chosen, made, dy, limit=limit)
+
+    want, back = jax.vjp(lambda x, of, *w: of_experts(x, w[0][0], w[1][0], chosen, of, limit=limit), *args)
+    of = back(dy)
+    for a, b in zip((y, *got), (want, *of), strict=True):
+        assert a.shape == b.shape
+        assert np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
+    assert not np.asarray(got[2][0, 1]).any() and not np.asarray(got[3][0, 1]).any()
+
+
+def gradients(args, implementation, limit=LIMIT):
+    """The result, and the gradients of x, w13, w2 and weights."""
+    given, w13, w2, chosen, weights = args
+
+    def run(given, w13, w2, weights):
+        return fused_moe(given, w13, w2, chosen, weights, limit=limit, implementation=implementation)
+
+    y, back = jax.vjp(run, given, w13, w2, weights)
+    return y, *back(0 * y + jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype))  # placed as y is
+
+
+@pytest.mark.usefixtures("built")
+def test_explain_says_what_a_gradient_launches():
+    args = operands(Problem.of([3, 4]), is_packed=False)
+    decisions = explain(lambda *args: gradients(args, None), *args)
+    assert [(d.op, d.part) for d in decisions] == [("fused_moe_training", "forward"), ("fused_moe", "gradient")]
+    assert all("expert_product" in d.reason for d in decisions)
+
+
+@pytest.mark.usefixtures("built")
+def test_the_calls_are_exported():
+    args = operands(Problem.of([3, 4]), is_packed=False)
+    run = jax.jit(lambda *args: gradients(args, None))
+    text = jax.export.export(run, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
+    calls = [
+        text.count(f"dsv4_fmha_{name}(") for name in ("expert_product", "expert_product_turned", "expert_outer_product")
+    ]
+    assert calls == [2, 2, 2] and "dsv4_fmha_fused_moe(" not in text
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_that_share_out_tokens_add_up_the_gradients_of_matrices(kind):
+    args = operands(Problem.of([3, 0, 4, 8]), is_packed=False)
+    want = gradients(args, "reference")
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(KINDS[kind],))
+    by_tokens = NamedSharding(mesh, P(None, "context"))
+    placed = [jax.device_put(a, by_tokens) if i in (0, 3, 4) else a for i, a in enumerate(args)]
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda *args: gradients(args, None)).lower(*placed).compile()
+        got = program(*placed)
+    assert set(collectives(program)) == {"all-reduce"}
+    for a, b in zip(got, want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_two_devices(kind):
+    """In a shard_map each device has the gradients of its own experts, and tokens the sum; no kernel's result is summed
+    where it must not be.
+    """
+    args = operands(Problem.of([3, 0, 4, 8]), is_packed=False)
+    want = gradients(args, "reference")
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
+    spec = P("expert")
+    args = tuple(jax.device_put(a, NamedSharding(mesh, spec if i in (1, 2) else P())) for i, a in enumerate(args))
+
+    def of_device(given, w13, w2, chosen, weights):
+        first = jax.lax.axis_index("expert") * w13.shape[0]
+        return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
+
+    def run(given, w13, w2, chosen, weights):
+        f = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), spec, spec, P(), P()), out_specs=P())
+        y, back = jax.vjp(lambda *of: f(*of[:3], chosen, of[3]), given, w13, w2, weights)
+        return y, *back(0 * y + jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype))
+
+    for a, b in zip(jax.jit(run)(*args), want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+    texts = [jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")]
+    assert texts[0].count("dsv4_fmha_expert_outer_product(") == 2
+    assert texts[0].count("all_reduce") == texts[1].count("all_reduce")
+
+
+@pytest.mark.usefixtures("built")
+def test_vmap():
+    """Of a gradient, by the definition."""
+    args = operands(Problem.of([3, 4]), is_packed=False)
+    want = gradients(args, "reference")
+    both = [jnp.stack([a, a]) if i in (0, 3, 4) else a for i, a in enumerate(args)]
+    made = jax.vmap(lambda *args: gradients(args, None), (0, None, None, 0, 0))(*both)
+    for a, b in zip(made, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a[1], np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("form", ["rows", "turned", "outer"])
+def test_products(form):
+    """Of groups with no row, with one, with whole stages and tiles, and with more; of rows of no group, which are not
+    numbers.
+    """
+    sizes = np.array([5, 0, 1, 64, 128, 333, 0, 1000], np.int32)
+    first, rows, m, n = (np.cumsum(sizes) - sizes).astype(np.int32), int(sizes.sum()), 640, 512
+    shapes = {"rows": (len(sizes), n, m), "turned": (len(sizes), m, n), "outer": (rows + 7, n)}
+    a = jax.random.normal(jax.random.key(1), (rows + 7, m), jnp.bfloat16).at[rows:].set(jnp.nan)
+    b = jax.random.normal(jax.random.key(2), shapes[form], jnp.bfloat16)
+    if form == "outer":
+        b = b.at[rows:].set(jnp.nan)
+        run, where = raw.expert_outer_product, (first, sizes)
+        want = by_groups(a, b, *where)
+    else:
+        chosen = np.concatenate([np.repeat(np.arange(len(sizes)), sizes), np.full(7, -1)]).astype(np.int32)
+        by = grouped(jnp.asarray(chosen)[None, :, None], len(sizes))
+        to = jax.random.permutation(jax.random.key(3), jnp.arange(rows + 7, dtype=jnp.int32))
+        run, where = functools.partial(raw.expert_product, turned=form == "turned"), (to, by.tiles, by.tile_count)
+        want = by_tiles(a, b, *where, turned=form == "turned")
+    got, again = (np.asarray(jax.jit(run)(a, b, *where)) for _ in range(2))
+    there = ~np.isnan(want)
+    far = np.abs(got.astype(np.float32) - want)[there] - 2**-8 * np.abs(want[there])
+    assert there.sum() == (want.size if form == "outer" else rows * n)
+    assert far.max() < 2**-8 * m**0.5
+    assert (got[there].view(np.uint16) == again[there].view(np.uint16)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("limit", [LIMIT, 1e3])
+@pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90, 700]], ids=["few rows", "many rows"])
+def test_a_gradient_by_kernels(rows, limit):
+    """Near the definition's in float32, and in bits the same again. Gates are kept rounded: where one becomes the
+    limit, its derivative is half of that before it.
+    """
+    x = Problem.of(rows, k=512, inner=256)
+    args = operands(x, is_packed=False)
+    got, again = (jax.jit(lambda *args: gradients(args, "cubin", limit))(*args) for _ in range(2))
+    given, w13, w2, chosen, weights = args
+
+    def definition(given, w13, w2, weights):
+        return of_experts(given, w13, w2, chosen, weights, limit=limit)
+
+    wide = (a.astype(jnp.float32) for a in (given, w13, w2, weights))
+    y, back = jax.vjp(definition, *wide)
+    dy = jax.random.normal(jax.random.key(0), y.shape).astype(given.dtype)
+    names = ("y", "x", "w13", "w2", "weights")
+    for name, a, b, c in zip(names, got, (y, *back(dy.astype(jnp.float32))), again, strict=True):
+        a, b, c = (np.asarray(x, np.float32) for x in (a, b, c))
+        most = 0.1 if limit == LIMIT and name in ("x", "w13") else 0.01
+        assert np.linalg.norm(a - b) <= most * np.linalg.norm(b), name
+        assert most > 0.01 or np.abs(a - b).max() <= 0.02 * np.abs(b).max(), name
+        np.testing.assert_array_equal(a, c, name)
+    for e, n in enumerate(rows):
+        assert n or not (np.asarray(got[2][e]).any() or np.asarray(got[3][e]).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_what_is_not_a_number_stays_in_its_experts():
+    """A token that is not a number spoils the gradients of matrices that it chose, and no others."""
+    x = Problem.of([150, 30, 70, 5])
+    args = operands(x, is_packed=False)
+    usual = jax.jit(lambda *args: gradients(args, "cubin"))(*args)
+    spoilt = args[0].at[0, 3, 7].set(jnp.nan)
+    made = jax.jit(lambda *args: gradients(args, "cubin"))(spoilt, *args[1:])
+    hit = set(x.chosen[3].tolist())
+    for a, b in zip(made[2:4], usual[2:4], strict=True):
+        for e in range(4):
+            if e in hit:
+                assert np.isnan(np.asarray(a[e], np.float32)).any()
+            else:
+                np.testing.assert_array_equal(np.asarray(a[e], np.float32), np.asarray(b[e], np.float32))
+    others = np.arange(len(x.x)) != 3
+    np.testing.assert_array_equal(
+        np.asarray(made[0], np.float32)[0, others], np.asarray(usual[0], np.float32)[0, others]
+    )
