@@ -26,9 +26,9 @@ def connections(model, p, x, eps):
 
 
 def expert(model, w13, w2, x):
-    gate, up = x @ w13[:, 0], x @ w13[:, 1]
+    gate, up = w13 @ x
     gate, up = np.minimum(gate, model.limit), np.clip(up, -model.limit, model.limit)
-    return (gate * sigmoid(gate) * up) @ w2
+    return w2 @ (gate * sigmoid(gate) * up)
 
 
 def moe(model, p, routing, x, token):
@@ -36,7 +36,7 @@ def moe(model, p, routing, x, token):
     chosen = routing[token] if routing.ndim == 2 else np.argsort(-(scores + routing))[: model.chosen]
     weights = model.scale * scores[chosen] / scores[chosen].sum()
     routed = sum(w * expert(model, p["w13"][e], p["w2"][e], x) for e, w in zip(chosen, weights, strict=True))
-    return routed + expert(model, p["shared13"], p["shared2"], x)
+    return routed + expert(model, p["shared13"].transpose(1, 2, 0), p["shared2"].T, x)
 
 
 def rows(engrams, layer, word, tokens, t):

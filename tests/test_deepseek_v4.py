@@ -192,7 +192,7 @@ def test_shards(name, shape):
     jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, of_one_device(name))
     if name == "v4":
         w13 = got[2]["layers"][1]["moe"]["w13"]
-        assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
+        assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 2, 32 // tensor, 64)
 
 
 def test_speed_s_parameters_in_a_checkpoint_s_form():

@@ -216,7 +216,7 @@ def test_checkpoint(tmp_path):
         assert common.gib(x) < 0.3 * common.gib(y)
     assert isinstance(kept["layers"][1]["moe"]["shared13"], jax.Array)  # which each step would unpack
     w13 = parts["layers"][1]["moe"]["w13"]
-    assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
+    assert w13.sharding.shard_shape(w13.shape) == (4, 2, 80, 192)
     kept_whole = {name for name, w in kept["layers"][1]["attention"].items() if isinstance(w, PackedMatrix)}
     assert kept_whole == {"wq_a", "wkv"}  # the others are in parts of less than a tile of 64
     assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])
@@ -226,7 +226,7 @@ def test_checkpoint(tmp_path):
         np.testing.assert_array_equal(drafts[name], values[tensor].transpose(axes))
     np.testing.assert_array_equal(drafts["hc"]["fn"], values["mtp.1.hc_head_fn"])
     np.testing.assert_array_equal(drafts["layers"][1]["attention"]["wkv"], values["mtp.1.attn.wkv.weight"].T)
-    np.testing.assert_array_equal(drafts["layers"][0]["moe"]["w2"][3], values["mtp.0.ffn.experts.3.w2.weight"].T)
+    np.testing.assert_array_equal(drafts["layers"][0]["moe"]["w2"][3], values["mtp.0.ffn.experts.3.w2.weight"])
     np.testing.assert_array_equal(drafts["routing"][1], values["mtp.1.ffn.gate.bias"])
     for i in range(2):
         np.testing.assert_array_equal(whole["layers"][i]["attention"]["wq_a"], values[f"layers.{i}.attn.wq_a.weight"].T)
@@ -277,7 +277,7 @@ def test_checkpoint_of_v41(tmp_path):
             want = values[f"mtp.1.markov_head.{tensor}.weight"]
             np.testing.assert_array_equal(own[name], want if name == "w1" else want.T)
         assert drafts.stack.chosen == 2 and own["layers"][1]["moe"]["w2"].shape[0] == 6 and "hc" not in own
-        np.testing.assert_array_equal(own["layers"][0]["moe"]["w2"][5], values["mtp.0.ffn.experts.5.w2.weight"].T)
+        np.testing.assert_array_equal(own["layers"][0]["moe"]["w2"][5], values["mtp.0.ffn.experts.5.w2.weight"])
         table, engram = params["tables"]["1"], params["layers"][1]["engram"]
         assert table["rows"].dtype == jnp.float8_e4m3fn and table["rows"].sharding.shard_shape((72, 64)) == (72, 32)
         got = np.asarray(table["rows"], np.float32) * np.repeat(np.asarray(table["scales"], np.float32), 32, 1)

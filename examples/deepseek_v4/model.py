@@ -34,7 +34,6 @@ from jax_dsv4_fmha.layers import zigzag as zigzagged
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .exact import exact_product
-from .grouped import blocks, products
 from .packed import Packed, in_file
 from .sinkhorn import doubly_stochastic
 
@@ -405,20 +404,20 @@ class Model:
     def of_experts(
         self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
     ) -> jax.Array:
-        """Sums what experts add for each token: part number `part` of all, in w13 `[e, hidden, 2, inner]` and w2."""
-        e, k, m = len(jax.tree.leaves(w13)[0]), self.chosen, self.hidden
-        if isinstance(w13, PackedExperts):
+        """Sums what experts add for each token: part number `part` of all, in w13 `[e, 2, inner, hidden]` and w2
+        `[e, hidden, inner]`.
+        """
+        e = len(jax.tree.leaves(w13)[0])
+        if not isinstance(w13, Packed):
             return fused_moe(x, w13, w2, chosen - part * e, weights, limit=self.limit)
-        expert = chosen.ravel() - part * e
-        at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
 
-        x_of = jnp.take(x.reshape(-1, m), at.source // k, 0, mode="fill", fill_value=0)
-        weights_of = jnp.take(weights.ravel(), at.source, mode="fill", fill_value=0)
-        w13 = w13 if isinstance(w13, Packed) else w13.reshape(e, m, -1)
-        inner = products(x_of, w13, at).reshape(*weights_of.shape, 2, -1)
-        y = products(self.swiglu(inner, weights_of), w2, at)
-        y = jnp.take(y.reshape(-1, m), at.place, 0, mode="fill", fill_value=0)
-        return y.reshape(*x.shape[:2], k, m).astype(jnp.float32).sum(2).astype(x.dtype)
+        @functools.partial(jax.checkpoint, prevent_cse=False)  # a gradient keeps no matrices that are unpacked
+        def add(y: jax.Array, of_expert: Any) -> tuple[jax.Array, None]:
+            i, *matrices = of_expert
+            w13, w2 = (w.unpacked(x.dtype)[None] for w in matrices)
+            return y + fused_moe(x, w13, w2, chosen - (part * e + i), weights, limit=self.limit).astype(y.dtype), None
+
+        return jax.lax.scan(add, 0 * x.astype(jnp.float32), (jnp.arange(e), w13, w2))[0].astype(x.dtype)
 
     def swiglu(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """x `[…, 2, inner]`, a gate and what it lets through; weights `[…]`. In float32."""
@@ -448,8 +447,8 @@ class Model:
                 "attention_hc": connections((2 + n) * n, 3),
                 "moe": {
                     "gate": normal(m, m, e, dtype=jnp.float32),
-                    "w13": normal(m, e, m, 2, inner),
-                    "w2": normal(inner, e, inner, m),
+                    "w13": normal(m, e, 2, inner, m),
+                    "w2": normal(inner, e, m, inner),
                     "shared13": normal(m, m, 2, inner),
                     "shared2": normal(inner, inner, m),
                 },
@@ -497,7 +496,7 @@ class Model:
         return parts | {"head": P(None, SPLIT)} | ({"tables": tables} if tables else {})
 
     def _partition_moe(self) -> dict[str, P]:
-        experts = {"w13": P("expert", None, None, "tensor"), "w2": P("expert", "tensor")}
+        experts = {"w13": P("expert", None, "tensor"), "w2": P("expert", None, "tensor")}
         return {"gate": P(), **experts, "shared13": P(None, None, SPLIT), "shared2": P(SPLIT)}
 
     def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> Caches:

@@ -68,8 +68,8 @@ def sources(model: Model, at: str = "layers") -> dict[str, Any]:
             "moe_hc": connections(f"{at}.{i}.hc_ffn"),
             "moe": {
                 "gate": (f"{ffn}.gate.weight", (1, 0)),
-                "w13": ([[f"{ffn}.experts.{e}.w{w}.weight" for w in (1, 3)] for e in experts], (0, 3, 1, 2)),
-                "w2": ([f"{ffn}.experts.{e}.w2.weight" for e in experts], (0, 2, 1)),
+                "w13": ([[f"{ffn}.experts.{e}.w{w}.weight" for w in (1, 3)] for e in experts], (0, 1, 2, 3)),
+                "w2": ([f"{ffn}.experts.{e}.w2.weight" for e in experts], (0, 1, 2)),
                 "shared13": ([f"{ffn}.shared_experts.w{w}.weight" for w in (1, 3)], (2, 0, 1)),
                 "shared2": (f"{ffn}.shared_experts.w2.weight", (1, 0)),
             },

@@ -32,7 +32,7 @@ def fused_moe(
     limit: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
-    """Sums the results of the experts that each token chose, from weights in MXFP4, FP8 or bfloat16.
+    """Sums the results of the experts that each token chose, from weights in MXFP4, FP8, bfloat16 or float32.
 
         y[t] = Σ_j w2[chosen[t, j]] (weights[t, j] · silu(min(gate, limit)) · clip(up, ±limit))
         gate, up = w13[chosen[t, j]] x[t]
@@ -47,17 +47,17 @@ def fused_moe(
 
     Args:
       x: `[b, s, k]`, bfloat16 or float32.
-      w13: gates and what they let through, `[e, 2, n, k]`: bfloat16, or `pack_experts` of them.
-      w2: `[e, k, n]`, in the same. A kernel takes k and n in multiples of 256.
+      w13: gates and what they let through, `[e, 2, n, k]`: bfloat16, float32, or `pack_experts` of them.
+      w2: `[e, k, n]`, in the same. Kernels take no float32, and k and n in multiples of 256.
       chosen: int32 `[b, s, c]`, the experts of each token.
       weights: float32 `[b, s, c]`, of these.
       limit: a float > 0 for V4's SwiGLU, or None for a plain one.
       implementation: as in `fmha`.
 
     Returns:
-      `[b, s, k]` in x's dtype. From matrices in bfloat16 it has a gradient, in x, weights, w13 and w2, each in its own
-      dtype; without a kernel it is the definition's, where every expert multiplies all tokens. From packed ones it
-      has none on a kernel. Under `jax.vmap` the definition runs.
+      `[b, s, k]` in x's dtype. From arrays it has a gradient, in x, weights, w13 and w2, each in its own dtype; without
+      a kernel it is the definition's, where every expert multiplies all tokens. From packed matrices it has none on a
+      kernel. Under `jax.vmap` the definition runs.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -74,13 +74,14 @@ def fused_moe(
     """
     op = "fused_moe"
     dims: dict[str, Any] = {}
-    x = _check.operand(op, "x", x, "b s k", dims, (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)))
+    dtypes = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+    x = _check.operand(op, "x", x, "b s k", dims, dtypes)
     if isinstance(w13, PackedExperts) or isinstance(w2, PackedExperts):
         e = _check_packed(op, w13, w2, dims["k"])
     else:
         dims["gates"] = 2
-        w13 = _check.operand(op, "w13", w13, "e gates n k", dims, (jnp.dtype(jnp.bfloat16),))
-        w2 = _check.operand(op, "w2", w2, "e k n", dims, (jnp.dtype(jnp.bfloat16),))
+        w13 = _check.operand(op, "w13", w13, "e gates n k", dims, dtypes)
+        w2 = _check.operand(op, "w2", w2, "e k n", dims, (w13.dtype,))
         e = dims["e"]
     chosen = _check.operand(op, "chosen", chosen, "b s c", dims, _check.INT)
     weights = _check.operand(op, "weights", weights, "b s c", dims, _check.FP32)
@@ -135,7 +136,7 @@ def _support(x: jax.Array, w13: Experts, e: int) -> Support:
     if isinstance(w13, PackedExperts):  # in multiples of UNIT
         format, rows, columns, of = w13.format, UNIT, UNIT, ""
     else:
-        format, (rows, columns) = ROWS, w13.shape[2:]
+        format, (rows, columns) = w13.dtype.name, w13.shape[2:]
         of = f" of {rows} x {columns}"
     fits = e <= raw.MOST_EXPERTS and x.size and rows % UNIT == 0 and columns % UNIT == 0
     archs = library.shipped_for("grouped_product", dtype=x.dtype.name, weights=format)
