@@ -447,8 +447,8 @@ class Model:
                 "attention_hc": connections((2 + n) * n, 3),
                 "moe": {
                     "gate": normal(m, m, e, dtype=jnp.float32),
-                    "w13": normal(m, e, 2, inner, m),
-                    "w2": normal(inner, e, m, inner),
+                    "w13": normal(m, e, m, 2, inner).transpose(0, 2, 3, 1),
+                    "w2": normal(inner, e, inner, m).swapaxes(1, 2),
                     "shared13": normal(m, m, 2, inner),
                     "shared2": normal(inner, inner, m),
                 },
