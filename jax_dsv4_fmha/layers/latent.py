@@ -28,6 +28,7 @@ from ._norm import rms_norm
 from ._products import product
 from .compressor import kept_at
 from .indexer import Indexer, in_8_bits, index_query
+from .insert import Entries, Rows, insert
 from .outputs import LayerCache, Output, Shared, check_pages
 from .pooling import counted
 from .rope import Rope, rope
