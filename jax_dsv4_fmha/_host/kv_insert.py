@@ -31,8 +31,8 @@ def kv_insert(
         first one. Rows at later positions than the sequence has are padding.
       block_table: int32 `[b, pages of a sequence]`; None where page i belongs to sequence i.
       **params: column, by default 0; ratio, eps: tokens of a block, epsilon of the norm; packing: the layout of packed
-        entries, by default ""; hadamard: whether entries are transformed, by default False; rope: whether the norm leaves
-        out RoPE's numbers, by default False.
+        entries, by default ""; hadamard: whether entries are transformed, by default False; rope: whether the norm
+        leaves out RoPE's numbers, by default False.
     """
     return _call("kv_insert", (cache,), rows, norm, table, bounds, block_table, **params)
 
