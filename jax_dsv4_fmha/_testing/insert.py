@@ -49,7 +49,7 @@ class InsertCase(Case):
 
     @property
     def normed(self) -> int:
-        """How many numbers of an entry the norm covers."""
+        """Numbers of an entry that the norm covers."""
         return self.d // 128 * 128
 
     @property

@@ -5,8 +5,10 @@
     then        norm, RoPE of the last 64 numbers, Hadamard transform; packed, to slot or page  a warp an entry
 
 A row of a pooled token has kv and then the score. With two blocks an entry pools the block before too, by the first
-half of kv's columns, and its own by the second. `layers/compressor.py` says what is computed. Where blocks are long,
-the ring has only the tokens that may be taken back; those before them are in the running sums of the block.
+half of kv's columns, and its own by the second. The norm may cover the first 512 numbers of a token's row alone; then
+RoPE turns the 64 after them, and each lane has a pair of these. `layers/compressor.py` says what is computed. Where
+blocks are long, the ring has only the tokens that may be taken back; those before them are in the running sums of the
+block.
 
 It is bound by latency: a step brings a few kilobytes. So an entry is pooled only in the step that completes its block,
 all of a thread's loads are under way together, and what follows needs no other thread than those of one warp.
