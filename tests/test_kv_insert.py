@@ -110,13 +110,14 @@ def test_kernel(d, layout, dtype, size, paged, ragged):
 def test_bytes_are_those_of_quantize_cache(scale):
     """Of the numbers that the kernel writes to a cache in bfloat16; also tiny ones, and groups of NaN."""
 
-    def inserted(layout):
-        cache, _, rows, made, lengths = operands(576, 1, 1, False, layout, False)
-        made = made._replace(norm=made.norm.at[100:140].multiply(scale))
+    cache, _, rows, made, lengths = operands(576, 1, 1, False, None, False)
+    made = made._replace(norm=made.norm.at[100:140].multiply(scale))
+
+    def inserted(cache):
         run = jax.jit(lambda cache, rows: insert(cache, None, of(rows), made, lengths, jnp.bfloat16, True)[0])
         return np.asarray(run(cache, rows).entries)
 
-    got, numbers = inserted("v32_fp8").reshape(5, 16, 656), inserted(None)
+    got, numbers = inserted(Cache.zeros(5, 16, layout="v32_fp8")).reshape(5, 16, 656), inserted(cache)
     new = got.any(-1)
     assert new.sum() == 3 + 0 + 1 + 3 + 3
     with jax.default_device(jax.devices("cpu")[0]):
