@@ -59,9 +59,9 @@ class Caches(NamedTuple):
     def with_block_table(self, table: jax.Array) -> "Caches":
         return self._each(lambda cache: cache.with_block_table(table))
 
-    def fork(self, source: Any, target: Any) -> "Caches":
-        """Place `target` at the token where place `source` is: see `LayerCache.fork`."""
-        return self._each(lambda cache: cache.fork(source, target))
+    def rings(self) -> "Caches":
+        """The caches without those in pages: see `LayerCache.rings`."""
+        return self._each(lambda cache: cache.rings())
 
     def take(self, places: jax.Array) -> "Caches":
         """The caches of some places alone: see `LayerCache.take`."""
