@@ -475,17 +475,13 @@ def inverse_rms(squares: Float32, count: int, eps: Float32) -> Float32:
 
 @cute.jit
 def sum_of(place: Int32, count: cutlass.Constexpr, step: cutlass.Constexpr) -> cute.Tensor:
-    """Four sums, in order, of so many numbers that lie so many bytes apart.
-
-    Two at a time: a thread's streams stay in its registers meanwhile.
-    """
+    """Four sums, in order, of so many numbers that lie so many bytes apart."""
     total = cute.make_rmem_tensor(4, Float32)
     total.fill(0.0)
-    for i in cutlass.range(count // 2, unroll=1):
-        for half in cutlass.range_constexpr(2):
-            part = load_shared_four(place + (2 * i + half) * step)
-            for k in cutlass.range_constexpr(4):
-                total[k] = total[k] + part[k]
+    parts = [load_shared_four(place + i * step) for i in range(count)]  # all in flight
+    for part in parts:
+        for k in cutlass.range_constexpr(4):
+            total[k] = total[k] + part[k]
     return total
 
 
