@@ -95,7 +95,7 @@ def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
     x = _operands.hidden(op, "x", x, w.shape[0])
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     if dtype not in (x.dtype, jnp.float32):
-        raise _check.error(ValueError, op, "dtype", dtype.name, f"{x.dtype.name} or float32")
+        raise _check.error(ValueError, op, "dtype", dtype.name, " or ".join(dict.fromkeys((x.dtype.name, "float32"))))
     return plain_product(x, w, dtype, True)
 
 

@@ -189,7 +189,7 @@ class HyperConnectionSm90(Kernel):
 
     @cute.jit
     def load_fn(self, fn: Int32, barriers: cute.Pointer, matrix: Matrix, rank: Int32):
-        """A warp loads fn of a CTA's channels, stream by stream, a lane a row. It makes the barriers for that itself."""
+        """A warp loads fn of a CTA's channels, stream by stream, a lane a row. It makes their barriers itself."""
         c, lane = self.config, cute.arch.lane_idx()
         if lane == 0:
             for i in cutlass.range_constexpr(STREAMS):
