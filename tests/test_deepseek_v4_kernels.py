@@ -130,14 +130,15 @@ def of_step(weights, tokens, hidden=512, inner=256):
     in_float64 = tuple(np.asarray(a, np.float64) for a in (x, w13, w2, gate))
     if weights == "FP8":
         w13, w2 = stand_in.in_fp8(w13.swapaxes(0, 1)), stand_in.in_fp8(w2)
-        in_float64 = (in_float64[0], np.asarray(w13.unpacked(), np.float64).swapaxes(0, 1), w2.unpacked(), gate)
+        unpacked = (np.asarray(w.unpacked(), np.float64) for w in (w13, w2))
+        in_float64 = (in_float64[0], next(unpacked).swapaxes(0, 1), *unpacked, in_float64[3])
     return f, (x, w13, w2, in_three(gate)), by_float64(model.limit, *in_float64)
 
 
 def by_float64(limit, x, w13, w2, gate):
     gates, up = np.moveaxis(np.einsum("bsm,mgi->bsgi", x, w13), 2, 0)
     gates = np.minimum(gates, limit)
-    return gates / (1 + np.exp(-gates)) * np.clip(up, -limit, limit) @ np.asarray(w2, np.float64), x @ gate
+    return gates / (1 + np.exp(-gates)) * np.clip(up, -limit, limit) @ w2, x @ gate
 
 
 def are_right(got, wanted):

@@ -112,7 +112,7 @@ FAULTS = [
     fault("the new pre in place of the one that is given", Wrong, "z:", is_taken=True, has_taken=lambda n: 0),
     fault("an iteration too few", Wrong, "new_mix", iterations=lambda n: n - 1),
     fault("a token too few", Wrong, "new_x", tokens=lambda n: n - 1),
-    fault("rows of a mix exchanged", Wrong, "new_x", exchanged_rows, given=12),
+    fault("rows of a mix exchanged", Wrong, "new_x", exchanged_rows),
     fault("eps of the norm for Sinkhorn's", Wrong, "new_pre", hc_eps=lambda x: x / 10),
 ]
 

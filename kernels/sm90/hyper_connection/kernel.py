@@ -145,57 +145,43 @@ class HyperConnectionSm90(Kernel):
         barriers = smem.allocate_array(Int64, STREAMS + 3)
         of_sums, of_all_squares, read = (barriers + STREAMS + i for i in range(3))
         if thread == 0:
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(of_sums + i, 1)
+            for i in cutlass.range_constexpr(STREAMS + 2):
+                cute.arch.mbarrier_init(barriers + i, 1)
             cute.arch.mbarrier_init(read, CLUSTER * c.warps)
             expect_from_all(of_sums, SUMS)
             expect_from_all(of_all_squares, TOKENS)
             cute.arch.mbarrier_init_fence()
-        elif warp == c.warps:  # at once: launches do not overlap, so fn is there
+        cute.arch.sync_threads()
+        cute.arch.cluster_arrive()
+        tiles, step = ceil_div(n.tokens, Int32(TOKENS)), cute.arch.grid_dim()[0] // CLUSTER
+        if warp == c.warps:  # at once: launches do not overlap, so fn is there
             self.load_fn(fn, barriers, matrix, rank)
             self.load_rates(rates, matrix)
-        cute.arch.sync_threads()
-        cute.arch.cluster_arrive_relaxed()
-        tiles, step = ceil_div(n.tokens, Int32(TOKENS)), cute.arch.grid_dim()[0] // CLUSTER
         cute.arch.griddepcontrol_wait()
+        cute.arch.cluster_wait()  # barriers of all CTAs are there
         streams = cute.make_rmem_tensor((WORDS, 2, STREAMS, GROUPS), Uint32)
         for tile in cutlass.range(cluster, tiles, step, unroll=1):
             count, first = (tile - cluster) // step, tile * TOKENS
             phase, of_tile = count & 1, totals + (count & 1) * 4 * SUMS
-            more, is_full = Int32(tile + step < tiles), Int32(first + TOKENS // 2 < n.tokens)
+            more = Int32(tile + step < tiles)
             if warp < c.warps:
-                if is_full > 0:
-                    self.mixed(streams, before, made, rank, first, n, 2)
-                else:
-                    self.mixed(streams, before, made, rank, first, n, 1)
+                self.mixed(streams, before, made, rank, first, n)
                 self.multiply(streams, barriers, fn, sums)
-                if count == 0:
-                    cute.arch.cluster_wait()  # barriers of all CTAs are there
                 self.meet(sums, of_tokens, of_tile, of_sums, read, rank, count, more)
             else:
-                if count == 0:
-                    cute.arch.cluster_wait()
                 self.prefetch(before, rank, first + step * TOKENS, n)
             cute.arch.sync_threads()
             if warp < c.warps:
                 whose = (squares, of_squares, of_all_squares, read, phase, more)
-                if is_full > 0:
-                    self.join(streams, of_tile, rates, whose, before, matrix, made, rank, first, n, 2)
-                else:
-                    self.join(streams, of_tile, rates, whose, before, matrix, made, rank, first, n, 1)
+                self.join(streams, of_tile, rates, whose, before, matrix, made, rank, first, n)
             else:
                 self.finish(of_tile, rates, made, rank, first, n)
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def load_fn(self, fn: Int32, barriers: cute.Pointer, matrix: Matrix, rank: Int32):
-        """A warp loads fn of a CTA's channels, stream by stream, a lane a row. It makes their barriers itself."""
+        """A warp loads fn of a CTA's channels, stream by stream, a lane a row."""
         c, lane = self.config, cute.arch.lane_idx()
-        if lane == 0:
-            for i in cutlass.range_constexpr(STREAMS):
-                cute.arch.mbarrier_init(barriers + i, 1)
-            cute.arch.mbarrier_init_fence()
-            prefetch_bulk((matrix.norm + rank * c.channels).toint(), 4 * c.channels)
         for i in cutlass.range_constexpr(STREAMS):
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, NUMBERS * 4 * c.channels)
@@ -228,27 +214,16 @@ class HyperConnectionSm90(Kernel):
         return rank * self.config.channels + channel_of_cta(group)
 
     @cute.jit
-    def mixed(
-        self,
-        streams: cute.Tensor,
-        before: Before,
-        made: Made,
-        rank: Int32,
-        first: Int32,
-        n: Numbers,
-        halves: cutlass.Constexpr,
-    ):
-        """streams <- x' of a lane's channels, a token of each half of the tile, which also goes to memory."""
+    def mixed(self, streams: cute.Tensor, before: Before, made: Made, rank: Int32, first: Int32, n: Numbers):
+        """streams <- x' of a lane's channels, two tokens, which also goes to memory."""
         c, row = self.config, cute.arch.lane_idx() // 4
-        tokens = [first + half * 8 + row for half in range(halves)]
+        tokens = [first + half * 8 + row for half in range(2)]
         at = [Int64(cutlass.min(token, n.tokens - 1)) for token in tokens]
-        places = [(half, group) for half in range(halves) for group in range(GROUPS)]
+        places = [(half, group) for half in range(2) for group in range(GROUPS)]
         given = [self.given(before, at[half], self.channel(rank, group)) for half, group in places]  # all in flight
         shares = [self.shares(before, at[0])]
-        if cutlass.const_expr(halves == 1):
-            streams[None, 1, None, None].fill(0)
         for (half, group), (y, xs) in zip(places, given, strict=True):
-            if cutlass.const_expr((half, group) == (halves - 2, GROUPS - 1)):  # once registers are free
+            if cutlass.const_expr((half, group) == (0, GROUPS - 1)):  # once registers are free
                 shares.append(self.shares(before, at[1]))
             post, mix = shares[half]
             for i in cutlass.range_constexpr(STREAMS):
@@ -350,15 +325,13 @@ class HyperConnectionSm90(Kernel):
         rank: Int32,
         first: Int32,
         n: Numbers,
-        halves: cutlass.Constexpr,
     ):
         """z of a lane's channels: the streams as one, divided by the root mean square of all channels."""
         c, lane, (squares, of_squares, barrier, read, phase, more) = self.config, cute.arch.lane_idx(), whose
         thread, row = cute.arch.thread_idx()[0], lane // 4
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        norms = [numbers_of(matrix.norm + self.channel(rank, group), VECTOR) for group in range(GROUPS)]
         joined = cute.make_rmem_tensor((WORDS, 2, GROUPS), Uint32)
-        for half in cutlass.range_constexpr(halves):
+        for half in cutlass.range_constexpr(2):
             at = Int64(cutlass.min(first + half * 8 + row, n.tokens - 1))
             pre = cute.make_rmem_tensor(STREAMS, Float32)
             if n.has_taken > 0:
@@ -386,22 +359,22 @@ class HyperConnectionSm90(Kernel):
                     of_row = of_row + u * u + v * v
             of_row = of_quad(of_row)
             if lane % 4 == 0:
-                for other in cutlass.range_constexpr(3 - halves):  # no token is there
-                    store_shared(squares + (warp * TOKENS + (half + other) * 8 + row) * 4, of_row)
+                store_shared(squares + (warp * TOKENS + half * 8 + row) * 4, of_row)
         cute.arch.barrier(barrier_id=OF_CHANNELS, number_of_threads=c.warps * WARP)
         if thread < TOKENS // 4:
             place = thread * 16
             send(sum_of(squares + place, c.warps, 4 * TOKENS), of_squares + rank * 4 * TOKENS + place, barrier)
+        norms = [numbers_of(matrix.norm + self.channel(rank, group), VECTOR) for group in range(GROUPS)]
         cute.arch.mbarrier_wait(barrier, phase)  # after the last tile nobody sends more to this CTA, which may leave
         if (thread == 0) & (more > 0):
             expect_from_all(barrier, TOKENS)
-        for half in cutlass.range_constexpr(halves):
+        for half in cutlass.range_constexpr(2):
             token = first + half * 8 + row
             total, *parts = (load_shared(of_squares + (i * TOKENS + half * 8 + row) * 4) for i in range(CLUSTER))
             for part in parts:
                 total = total + part
             factor = inverse_rms(total, c.hidden, n.eps)
-            if cutlass.const_expr(half == halves - 1):  # noqa: SIM102, at compile time
+            if cutlass.const_expr(half == 1):  # noqa: SIM102, at compile time
                 if more > 0:
                     cute.arch.sync_warp()
                     arrive_in_cluster_if_zero(address_in(read.toint(), lane % CLUSTER), lane // CLUSTER)
@@ -475,13 +448,17 @@ def inverse_rms(squares: Float32, count: int, eps: Float32) -> Float32:
 
 @cute.jit
 def sum_of(place: Int32, count: cutlass.Constexpr, step: cutlass.Constexpr) -> cute.Tensor:
-    """Four sums, in order, of so many numbers that lie so many bytes apart."""
+    """Four sums, in order, of so many numbers that lie so many bytes apart.
+
+    Two at a time: a thread's streams stay in its registers meanwhile.
+    """
     total = cute.make_rmem_tensor(4, Float32)
     total.fill(0.0)
-    parts = [load_shared_four(place + i * step) for i in range(count)]  # all in flight
-    for part in parts:
-        for k in cutlass.range_constexpr(4):
-            total[k] = total[k] + part[k]
+    for i in cutlass.range(count // 2, unroll=1):
+        for half in cutlass.range_constexpr(2):
+            part = load_shared_four(place + (2 * i + half) * step)
+            for k in cutlass.range_constexpr(4):
+                total[k] = total[k] + part[k]
     return total
 
 
