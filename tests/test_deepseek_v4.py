@@ -271,10 +271,13 @@ def test_whole(tmp_path, capsys):
     assert {"attention", "products", "moe", "connections", "head"} <= set(parts.by_operation(text).values())
     wanted = stand_in.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
     found = stand_in.thinned(packed.whole(params, jnp.float32))
+    for layer in found["layers"]:  # whose gate is before what it lets through
+        layer["moe"]["shared13"] = layer["moe"]["shared13"].swapaxes(0, 1)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
     for layer in params["layers"]:
-        of_step = [layer["attention"][name].data.sharding.spec for name in ("wq_b", "wo_a", "wo_b")]
-        assert [spec.index(SPLIT) for spec in of_step] == [0, 0, 1]
+        of_step = [layer["attention"][name] for name in ("wq_b", "wo_a", "wo_b")]
+        of_step += [layer["moe"][name] for name in ("shared13", "shared2")]
+        assert [w.data.sharding.spec.index(SPLIT) for w in of_step] == [0, 0, 1, 1, 1]
         assert all(x.sharding.spec[0] == "expert" for x in jax.tree.leaves((layer["moe"]["w13"], layer["moe"]["w2"])))
     gates = [np.asarray(layer["moe"]["gate"]) for layer in params["layers"]]
     assert not np.array_equal(gates[1], gates[3])
