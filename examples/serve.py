@@ -1,11 +1,13 @@
 """Serves random requests that come and go, with a small DeepSeek-V4-style model: all kinds of layers, random weights.
 
 `python -m examples.serve` runs it, from the root of a clone. The server is `Server` of examples/serving: it reads
-prompts in chunks, says a token of every place in each step, hands out pages of the caches, and shares those of a common
-beginning. With `--speculate N` a step takes up to N drafts of a place, too. `Tiny` shows what it wants of a model.
+prompts in chunks, says a token of every place in each step, hands out pages of the caches, and reads a prompt
+from where an earlier one was the same. With `--speculate N` a step takes up to N drafts of a place, too. `Tiny` shows
+what it wants of a model.
 
-There are three jitted functions: `read` takes a chunk of prompts, `say` a step, `begin` gives a place the beginning. At
-the end the program reads some greedy requests alone and whole, which must have said the same.
+There are three jitted functions: `read` takes a chunk of prompts, `say` a step, `begin` lets a place go on from what
+was read of an earlier prompt. At the end the program reads some greedy requests alone and whole, which must have said
+the same.
 """
 
 import argparse
@@ -34,8 +36,8 @@ class Caches(NamedTuple):
     def with_block_table(self, table):
         return Caches([cache.with_block_table(table) for cache in self.layers])
 
-    def fork(self, source, target):
-        return Caches([cache.fork(source, target) for cache in self.layers])
+    def rings(self):
+        return Caches([cache.rings() for cache in self.layers])
 
     def take(self, places):
         return Caches([cache.take(places) for cache in self.layers])
@@ -129,7 +131,7 @@ def main(
     model = Tiny(d)
     parameters = jax.jit(model.init, static_argnums=1)(jax.random.key(0), dtype)
     how = {"speculate": speculate, "progress": lambda text: tell(f"{jax.default_backend()}: {text}")}
-    server = Server(model, parameters, dtype, places, longest + wanted, chunk, page, pages, alike, **how)
+    server = Server(model, parameters, dtype, places, longest + wanted, chunk, page, pages, **how)
     for i in range(requests):
         own = rng.integers(0, VOCABULARY, rng.integers(1, longest - beginning + 1), dtype=np.int32)
         prompt, temperature = np.concatenate([alike, own]), 0.8 if i % 2 else 0.0
@@ -147,7 +149,7 @@ def main(
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
     could_fill = places * server.pages.needed(longest + wanted)
     print(f"{pages} pages of {page} tokens; {places} places could fill {could_fill}")
-    print(f"all requests have {len(server.beginning) // page} of them; {server.put_back} times one had to wait again")
+    print(f"{server.shared} tokens were kept from earlier prompts; {server.put_back} times one had to wait again")
     if speculate:
         drafted, accepted, steps = server.drafted, server.accepted, server.steps
         print(f"{accepted} of {drafted} drafts were right; a place said {1 + accepted / steps:.2f} tokens a step")
@@ -164,7 +166,7 @@ def arguments():
         ("wanted", 24, 1, "tokens to say, at most"),
         ("page", 32, 16, "tokens of a page, a multiple of 16"),
         ("pages", 8, 1, "pages in the pool of each cache"),
-        ("beginning", 64, 0, "tokens with which all prompts begin; whole pages of them are shared"),
+        ("beginning", 64, 0, "tokens with which all prompts begin"),
         ("speculate", 0, 0, "drafts of a request in a step, at most"),
     ):
         kind = functools.partial(option, least)

@@ -14,6 +14,9 @@ struct KvInsert {
 
   static constexpr int64_t kDims = 64;  // numbers that RoPE turns
 
+  // The numbers of an entry that is not pooled: those under the norm, and RoPE's where they follow.
+  static int64_t Entry(const Call& call) { return call.norm.dimensions[0] + (call.rope != 0 ? kDims : 0); }
+
   static bool IsRunning(const Call& call) { return call.sums.dimensions.size() > 0; }
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
@@ -21,7 +24,7 @@ struct KvInsert {
     *shape = {.b = n.b,
               .s = n.s_q,
               .n = n.n,
-              .width = ring > 0 ? n.width : call.norm.dimensions[0],
+              .width = ring > 0 ? n.width : Entry(call),
               .columns = n.columns,
               .column = call.column,
               .n_ape = n_ape,
@@ -48,6 +51,7 @@ struct KvInsert {
     }
     const bool fits = ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
     if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");
+    if (ring > 0 && call.rope != 0) return ffi::Error::InvalidArgument("rope: got 1, wanted 0 where rows are pooled");
     if (n.n_bounds > 2) return Refuse(call.bounds, "shape " + Show(call.bounds.dimensions), "1 or 2 numbers last");
     if (call.ratio < 1) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
     if (call.column < 0 || call.column % 4 != 0 || n.columns % 4 != 0 || call.column + shape->width > n.columns) {
@@ -68,7 +72,10 @@ struct KvInsert {
 
   // Entries are packed as the call says, or numbers of the cache's dtype.
   static ffi::Error CheckPacking(const Call& call, Shape* shape) {
-    if (call.packing.empty() && call.cache.dimensions.size() == 3) return ffi::Error::Success();
+    if (call.packing.empty() && call.cache.dimensions.size() == 3) {
+      if (call.cache.dimensions[2] == Entry(call)) return ffi::Error::Success();
+      return Refuse(call.cache, "shape " + Show(call.cache.dimensions), Show(Entry(call)) + " numbers last");
+    }
     for (const Packing& known : kPackings) {
       if (known.name != call.packing || call.cache.dimensions.size() != 2) continue;
       shape->page_bytes = call.cache.dimensions[1];
@@ -85,7 +92,8 @@ struct KvInsert {
                                   .packing = call.packing,
                                   .pooled = shape->ring > 0,
                                   .hadamard = call.hadamard != 0,
-                                  .running = IsRunning(call)};
+                                  .running = IsRunning(call),
+                                  .rope = call.rope != 0};
     return LookUp("kv_insert", device, choices, &kernels->front());
   }
 

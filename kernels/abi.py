@@ -626,12 +626,13 @@ class KvInsert(Variant):
     transform. They are rounded or packed, and written where they belong.
     """
 
-    d: int  # numbers of an entry
+    d: int  # numbers of an entry that the norm covers
     dtype: str  # of the numbers, and of a cache that is not packed
     packing: str = ""  # of `packings.CACHED`; "" where the cache is not packed
     pooled: bool = False
     hadamard: bool = False
     running: bool = False  # whether pooled tokens leave sums behind, so that a few of them are kept
+    rope: bool = False  # whether RoPE's numbers follow those, without a norm; else they are the last of them
 
     family, layout = "kv_insert", "kv_insert"
 

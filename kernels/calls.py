@@ -217,7 +217,7 @@ ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
 TABLE = array("table: f32[b s_q dims]", aligned=True)  # cos and sin by turns, for each token
 
 KEPT_BY_INSERTION = (
-    array("cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
+    array("cache: T[pages page entry] or u8[pages page_bytes]", aligned=True),
     array("state: f32[b ring width]", aligned=True),  # earlier rows of a block
     array("sums: f32[b n_sums d]", aligned=True),  # three of the tokens before them
     array("folded: s32[b n_folded]"),  # how many tokens these are
@@ -467,7 +467,9 @@ TARGETS = (
                 *arrays("block_table: s32[b table_width]"),  # table_width is 0 without pages
             ),
             tuple(array(f"new_{x}", aligned=x.aligned) for x in kept),  # all in place
-            {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},
+            # rope: whether RoPE's numbers follow the d of an entry that the norm covers
+            {"column": "int64", "ratio": "int64", "packing": "string"}
+            | {"hadamard": "int64", "rope": "int64", "eps": "float32"},
         )
         for name, kept in (
             ("kv_insert", KEPT_BY_INSERTION[:1]),

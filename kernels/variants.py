@@ -90,6 +90,10 @@ def plain(arch: str) -> tuple[Variant, ...]:
             )
             for packing in ("", "index_fp8", INDEX_FP4)
         ),
+        *(
+            KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 512, "bfloat16", packing, rope=True)
+            for packing in ("", "v32_fp8")
+        ),
         SeenSlots("seen_slots", arch, f"{PLAIN}.seen_slots.kernel"),
     )
 

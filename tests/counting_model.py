@@ -9,39 +9,47 @@ import numpy as np
 from examples.serving import Request, Server
 
 VOCABULARY = 97
+RING = 8
+"""tokens that each place has in a ring; the last one before a call is looked at, and drafts may be taken back"""
 LOGIT = 1000.0
 """of the next token, beside 0 of all others: chance does not choose these"""
 
 
 class Caches(NamedTuple):
-    """Caches in a real model's form that hold, instead of entries, the tokens of each place, in pages."""
+    """Caches in a real model's form that hold, instead of entries, the tokens of each place, in pages and in a ring."""
 
     tokens: jax.Array
     """int32 `[pages, page]`"""
     table: jax.Array
+    ring: jax.Array
+    """int32 `[places, RING]`"""
 
     def with_block_table(self, table):
         return self._replace(table=table)
 
-    def fork(self, source, target):
-        return self
+    def rings(self):
+        return Caches(None, None, self.ring)
 
     def take(self, places):
-        return self._replace(table=self.table[places])
+        return self._replace(table=None if self.table is None else self.table[places], ring=self.ring[places])
 
     def put(self, places, taken):
-        return self._replace(tokens=taken.tokens)
+        tokens = self.tokens if taken.tokens is None else taken.tokens
+        return self._replace(tokens=tokens, ring=self.ring.at[places].set(taken.ring, mode="drop"))
 
 
 class Counting:
     """It says the next number where the tokens at a sequence's beginning, middle and end, as its pages have them, count
-    on, and otherwise the one after it: a wrong page or a wrong length is a wrong answer.
+    on, and so does the last token before the call, as its ring has it. Otherwise it says the one after it: a wrong
+    page, a wrong ring or a wrong length is a wrong answer.
     """
 
     vocabulary = VOCABULARY
 
     def cache(self, b, room, dtype, block_table, page_tokens, pages, steps):
-        return Caches(jnp.zeros((pages, page_tokens), jnp.int32), jnp.asarray(block_table))
+        assert steps <= RING
+        tokens, ring = (jnp.zeros(shape, jnp.int32) for shape in ((pages, page_tokens), (b, RING)))
+        return Caches(tokens, jnp.asarray(block_table), ring)
 
     def read(self, parameters, tokens, caches, start, lengths):
         logits, caches = self.steps(parameters, tokens, caches, start, lengths)
@@ -56,9 +64,15 @@ class Counting:
             return jnp.take_along_axis(table, jnp.minimum(at // page, table.shape[1] - 1), 1)
 
         where = jnp.where((at < lengths[:, None]) & (page_of(at) >= 0), page_of(at), pages)
-        kept = caches._replace(tokens=caches.tokens.at[where, at % page].set(tokens, mode="drop"))
+        is_last = (at < lengths[:, None]) & (at >= lengths[:, None] - RING)
+        ring = caches.ring.at[jnp.arange(len(at))[:, None], jnp.where(is_last, at % RING, RING)].set(
+            tokens, mode="drop"
+        )
+        kept = caches._replace(tokens=caches.tokens.at[where, at % page].set(tokens, mode="drop"), ring=ring)
         first, middle, end = (kept.tokens[page_of(x), x % page] for x in (0 * at, at // 2, at))
         counts = ((middle - first - at // 2) % VOCABULARY == 0) & ((end - first - at) % VOCABULARY == 0)
+        before = caches.ring[jnp.arange(len(at)), (start - 1) % RING]
+        counts &= ((start == 0) | ((before - first[:, 0] - start + 1) % VOCABULARY == 0))[:, None]
         said = (first + at + jnp.where(counts, 1, 2)) % VOCABULARY
         return LOGIT * jax.nn.one_hot(said, VOCABULARY), kept
 

@@ -404,7 +404,17 @@ INSERTED = {
 @pytest.mark.parametrize("packing", ["", "v4_fp8"])
 def test_inserted_entries_have_the_same_bits(choices, sizes, packing):
     """Pooled, normed, turned and packed: of a sequence among four, and alone. Its ring and sums, too."""
-    wanted = {"d": 512, "dtype": "bfloat16", "packing": packing, **choices}
+    assert_inserted_alike({"packing": packing, "rope": False, **choices}, sizes)
+
+
+@pytest.mark.parametrize("packing", ["", "v32_fp8"])
+def test_inserted_latents_have_the_same_bits(packing):
+    """Of 512 numbers and RoPE's."""
+    assert_inserted_alike({"packing": packing, "rope": True}, INSERTED["rows"][1])
+
+
+def assert_inserted_alike(choices, sizes):
+    wanted = {"d": 512, "dtype": "bfloat16", **choices}
     found = [v for v in native.built(KvInsert) if v.arch == "sm_90a" and wanted.items() <= v.choices.items()]
     if not found:
         pytest.skip("not built")

@@ -271,10 +271,13 @@ def test_whole(tmp_path, capsys):
     assert {"attention", "products", "moe", "connections", "head"} <= set(parts.by_operation(text).values())
     wanted = stand_in.thinned(jax.eval_shape(lambda key: model.joined(model.init(key, jnp.float32)), jax.random.key(0)))
     found = stand_in.thinned(packed.whole(params, jnp.float32))
+    for layer in found["layers"]:  # whose gate is before what it lets through
+        layer["moe"]["shared13"] = layer["moe"]["shared13"].swapaxes(0, 1)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
     for layer in params["layers"]:
-        of_step = [layer["attention"][name].data.sharding.spec for name in ("wq_b", "wo_a", "wo_b")]
-        assert [spec.index(SPLIT) for spec in of_step] == [0, 0, 1]
+        of_step = [layer["attention"][name] for name in ("wq_b", "wo_a", "wo_b")]
+        of_step += [layer["moe"][name] for name in ("shared13", "shared2")]
+        assert [w.data.sharding.spec.index(SPLIT) for w in of_step] == [0, 0, 1, 1, 1]
         assert all(x.sharding.spec[0] == "expert" for x in jax.tree.leaves((layer["moe"]["w13"], layer["moe"]["w2"])))
     gates = [np.asarray(layer["moe"]["gate"]) for layer in params["layers"]]
     assert not np.array_equal(gates[1], gates[3])
@@ -365,7 +368,20 @@ def test_sizes_of_models(name, moe, everything, active):
             ),
         ),
         (train, ("checkpoint", "--expert", "--remat", "--keep", "--coordinator")),
-        (load, ("--concurrency", "--input", "--output", "--url", "--minutes", "--readers", "--fp8")),
+        (
+            load,
+            (
+                "--concurrency",
+                "--input",
+                "--output",
+                "--url",
+                "--minutes",
+                "--alike",
+                "--prefixes",
+                "--readers",
+                "--fp8",
+            ),
+        ),
         (data, ("--to", "--vocabulary")),
         (metrics, ("--plot",)),
     ],
@@ -386,12 +402,14 @@ def test_serve(capsys, in_place):
     rng = np.random.default_rng(0)
     prompts = ["7 " * 17 + " ".join(map(str, rng.integers(0, 64, n))) for n in (33, 3, 21, 23, 9)]
     sizes = {"wanted": 12, "places": 2, "room": 64, "chunk": 16, "page": 16, "pages": 6}
-    requests = serve.main(prompts, **sizes)
+    requests = serve.main(prompts, **sizes, prefixes=0)
     said = capsys.readouterr().out
     assert sorted(in_place) == ["read", "say"]
     tails = [line.removeprefix("7 " * 17) for line in prompts]
     others = serve.main(tails, **sizes, beginning="7 " * 17, speculate=2, tensor=2, expert=2)
     assert [r.said for r in others] == [r.said for r in requests] and "begin" in in_place
+    assert all(r.shared >= 16 for r in others)
+    assert re.search(r"^\d+ tokens of these prompts were kept from earlier ones$", capsys.readouterr().out, re.M)
     with common.mesh_of(1, 1, data=1) as mesh:
         model, params = common.opened(None, mesh, jnp.float32)
     whole = np.zeros((5, 64), np.int32)
@@ -509,10 +527,10 @@ def test_engrams_take_words_back():
 @pytest.mark.slow
 @pytest.mark.parametrize("speculate, own", [(0, False), (3, True)], ids=["", "its own drafts"])
 def test_requests_that_begin_alike(speculate, own):
-    """V4.1, whose engrams remember words: the place that read the beginning keeps its own while others come and go."""
+    """V4.1, whose engrams remember words: what they were at the end of a prefix is kept while others come and go."""
     model, params = random(DSpark.from_config(CONFIGS["v4.1"])) if own else small("v4.1")
     rng, beginning = np.random.default_rng(0), np.arange(34, dtype=np.int32)
-    how = {"chunk": 16, "page": 16, "pages": 6, "beginning": beginning, "speculate": speculate}
+    how = {"chunk": 16, "page": 16, "pages": 6, "speculate": speculate}
     server = Server(model, model.joined(params), jnp.float32, 2, 64, **how)
     requests = [Request(np.r_[beginning, rng.integers(0, 64, n, np.int32)], 6, 0.0) for n in (5, 5, 12, 12)]
     for request in requests:
@@ -521,7 +539,82 @@ def test_requests_that_begin_alike(speculate, own):
         server.work()
     for request in requests:
         assert server.alone(request).tolist() == request.said
-    assert bool(server.drafted) == bool(speculate)
+    assert bool(server.drafted) == bool(speculate) and server.shared >= 2 * 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_after_a_shared_prefix(name):
+    """They are, to the bit, those of a server that shares nothing, of the prompt and of each step."""
+    model, params = small(name)
+    rng, heard = np.random.default_rng(0), {}
+
+    class Heard:
+        vocabulary, cache, __call__ = model.vocabulary, model.cache, model.__call__
+
+        def read(self, params, tokens, caches, start, lengths):
+            logits, caches = model.read(params, tokens, caches, start, lengths)
+            jax.debug.callback(lambda n, x: heard.update({int(n): np.array(x)}), lengths[0], logits[0])
+            return logits, caches
+
+        def steps(self, params, tokens, caches, start, lengths):
+            logits, caches = model.steps(params, tokens, caches, start, lengths)
+            jax.debug.callback(lambda n, x: heard.update({int(n): np.array(x)}), lengths[0], logits[0, 0])
+            return logits, caches
+
+    alike, ends = rng.integers(0, 64, 40, np.int32), [rng.integers(0, 64, 9, np.int32) for _ in range(2)]
+    found = []
+    for prefixes in (0, 4):
+        server = Server(Heard(), model.joined(params), jnp.float32, 1, 64, 16, 16, 8, prefixes=prefixes)
+        for end in ends:
+            heard.clear()
+            server.submit(request := Request(np.r_[alike, end], 6))
+            while not server.is_idle:
+                server.work()
+            jax.effects_barrier()
+            found.append((request.said, {n: heard[n] for n in range(49, 55)}))
+        assert request.shared == (32 if prefixes else 0)
+    for (said, logits), (want, others) in zip(found[:2], found[2:], strict=True):
+        assert said == want
+        jax.tree.map(np.testing.assert_array_equal, logits, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, parts", [("v4", ("window", "tokens", "key_tokens")), ("v4.1", ("window", "history"))])
+def test_a_snapshot_has_all_that_pages_have_not(name, parts):
+    """With it a sequence goes on, to the bit, after another had its place; without a part of it, otherwise."""
+    model, params = small(name)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 64), np.int32)
+    table = np.arange(8, dtype=np.int32).reshape(2, 1, 4)
+    read = jax.jit(
+        lambda tokens, caches, table, start: model.read(
+            params, tokens, caches.with_block_table(table), start, start + 16
+        )
+    )
+    empty = model.cache(1, 64, jnp.float32, block_table=table[0], page_tokens=16, pages=8)
+
+    def after(caches, which, chunks):
+        for i in chunks:
+            at = slice(16 * i, 16 * i + 16)
+            logits, caches = read(tokens[which, at][None], caches, table[which], jnp.array([at.start]))
+        return logits, caches
+
+    _, caches = after(empty, 0, range(2))
+    snapshot, (want, _) = caches.rings().take(jnp.array([0])), after(caches, 0, [2, 3])
+    _, caches = after(caches, 1, range(3))
+
+    def restored(snapshot):
+        return after(caches.put(jnp.array([0]), snapshot), 0, [2, 3])[0]
+
+    np.testing.assert_array_equal(restored(snapshot), want)
+    others = caches.rings().take(jnp.array([0]))
+    for part in parts:
+        if part == "history":
+            faulty = snapshot._replace(history=others.history)
+        else:
+            of = zip(snapshot.layers, others.layers, strict=True)
+            faulty = snapshot._replace(layers=[a._replace(**{part: getattr(b, part)}) for a, b in of])
+        assert (restored(faulty) != want).any(), part
 
 
 def test_random_models_are_known_by_name_or_file():

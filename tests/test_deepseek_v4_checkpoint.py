@@ -155,11 +155,15 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
     want = model_float64.logits(model, jax.device_get(load(model, tmp_path, jnp.float32)), tokens[0])
     alone = load(model, tmp_path, jnp.float32, packed=True)
     assert_close(jax.jit(model)(alone, tokens)[0], want, 1e-4)
+    shared = [alone["layers"][0]["moe"][name] for name in ("shared13", "shared2")]
+    assert [w.shape for w in shared] == [(2, 256, 256), (256, 256)]  # as PackedMatrix
+    assert_close(jax.jit(model)(model.joined(alone), tokens)[0], want, 1e-4)
     with common.mesh_of(2, 2) as mesh:  # an expert is in two devices: it stays as the file has it
         assert isinstance(load(model, tmp_path, jnp.float32, mesh, packed=True)["layers"][0]["moe"]["w2"], Packed)
     with common.mesh_of(data=2, tensor=1, expert=4) as mesh:
         params = load(model, tmp_path, jnp.float32, mesh, packed=True)
         moe = params["layers"][0]["moe"]
+        assert isinstance(moe["shared2"], jax.Array)  # a device has less than a block of it
         for name, rows in (("w13", 512), ("w2", 256)):
             w = moe[name]
             assert isinstance(w, PackedExperts) and w.data.sharding.shard_shape(w.data.shape)[0] == 2
@@ -173,6 +177,7 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
 def test_packed_projections_of_a_checkpoint(tmp_path):
     """Devices have their heads' tiles, of which nothing is gathered; steps take the parameters joined, too."""
     sizes = {"hidden_size": 128, "head_dim": 64, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 128}
+    sizes |= {"moe_intermediate_size": 256}
     config = {**common.SMALL, **sizes, "q_lora_rank": 128, "layer_types": ["sliding_attention"], "num_hidden_layers": 1}
     model = Model.from_config({**config, "dspark_block_size": 0, "dspark_target_layer_ids": None})
     checkpoint(model, tmp_path, 128)
@@ -183,6 +188,8 @@ def test_packed_projections_of_a_checkpoint(tmp_path):
         attention = params["layers"][0]["attention"]
         shards = {name: attention[name].data.sharding.shard_shape(attention[name].data.shape) for name in HAS_TILES}
         assert {name: shape[:-1] for name, shape in shards.items()} == HAS_TILES
+        shared = (params["layers"][0]["moe"][name].data for name in ("shared13", "shared2"))
+        assert [x.sharding.shard_shape(x.shape)[:-1] for x in shared] == [(2, 2, 2), (2, 2)]
         run = jax.jit(model).lower(params, tokens).compile()
         assert not re.search(r"u8\[.*all-gather", run.as_text())
         assert_close(run(params, tokens)[0], want, 1e-4)
@@ -214,7 +221,7 @@ def test_checkpoint(tmp_path):
         x, y = (params["layers"][1]["moe"][name] for params in (kept, parts))
         assert x.codes.nbytes * 8 == bits * y.size and x.scales.nbytes * 8 <= y.size  # blocks of 8 at least, here
         assert common.gib(x) < 0.3 * common.gib(y)
-    assert isinstance(kept["layers"][1]["moe"]["shared13"], jax.Array)  # which each step would unpack
+    assert isinstance(kept["layers"][1]["moe"]["shared13"], jax.Array)  # of which devices have no whole blocks
     w13 = parts["layers"][1]["moe"]["w13"]
     assert w13.sharding.shard_shape(w13.shape) == (4, 2, 80, 192)
     kept_whole = {name for name, w in kept["layers"][1]["attention"].items() if isinstance(w, PackedMatrix)}

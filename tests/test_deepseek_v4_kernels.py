@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek_v4 import common, sinkhorn
+from examples.deepseek_v4 import common, sinkhorn, stand_in
 from examples.deepseek_v4.exact import exact_product
-from examples.deepseek_v4.model import Model
+from examples.deepseek_v4.model import Model, in_three, logits_of
+from examples.deepseek_v4.packed import BLOCK
 from examples.deepseek_v4.sinkhorn import doubly_stochastic
 
 from .helpers import normal
@@ -71,3 +72,68 @@ def test_experts_are_lowered_for_cuda(dtype):
         x = jax.ShapeDtypeStruct((4, 1, model.hidden), dtype), jax.ShapeDtypeStruct((4, 1), jnp.int32)
         text = jax.jit(model.moe).trace(*moe, *x).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @dsv4_fmha_fused_moe") == (dtype == "bfloat16"), text
+
+
+def of_step(weights, tokens, hidden=512, inner=256):
+    """A model's shared expert in a step, a router's scores, and what float64 makes of both."""
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_hidden_layers": 1}
+    model = Model.from_config(common.small() | sizes | {"layer_types": None, "compress_ratios": [0]})
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (tokens, 1, hidden), jnp.bfloat16)
+    w13, w2 = (
+        (jax.random.normal(key, shape) * shape[0] ** -0.5).astype(jnp.bfloat16)
+        for key, shape in zip(keys[1:], ((hidden, 2, inner), (inner, hidden)), strict=False)
+    )
+    gate = jax.random.normal(keys[3], (hidden, 64))
+
+    def f(x, w13, w2, gate):
+        return model.of_shared(w13, w2, x, False), logits_of(x, gate)
+
+    in_float64 = tuple(np.asarray(a, np.float64) for a in (x, w13, w2, gate))
+    if weights == "FP8":
+        w13, w2 = stand_in.in_fp8(w13.swapaxes(0, 1)), stand_in.in_fp8(w2)
+        unpacked = (np.asarray(w.unpacked(), np.float64) for w in (w13, w2))
+        in_float64 = (in_float64[0], next(unpacked).swapaxes(0, 1), *unpacked, in_float64[3])
+    return f, (x, w13, w2, in_three(gate)), by_float64(model.limit, *in_float64)
+
+
+def by_float64(limit, x, w13, w2, gate):
+    gates, up = np.moveaxis(np.einsum("bsm,mgi->bsgi", x, w13), 2, 0)
+    gates = np.minimum(gates, limit)
+    return gates / (1 + np.exp(-gates)) * np.clip(up, -limit, limit) @ w2, x @ gate
+
+
+def are_right(got, wanted):
+    """The shared expert's result to bfloat16's precision, a router's scores of 20 to 60 to float32's."""
+    y, scores = (np.asarray(x, np.float64) for x in got)
+    np.testing.assert_allclose(y, wanted[0], rtol=0.01, atol=0.02)
+    np.testing.assert_allclose(scores, wanted[1], rtol=0, atol=2e-3)
+
+
+WEIGHTS = pytest.mark.parametrize("weights", ["bfloat16", "FP8"])
+
+
+@WEIGHTS
+def test_shared_expert_and_router_of_a_step(weights):
+    """Both have the numbers of float64; on Hopper a step has kernels for all three products, and a prompt for none."""
+    f, operands, wanted = of_step(weights, 3)
+    are_right(jax.jit(f)(*operands), wanted)
+    for tokens, kernels in ((3, 3), (129, 0)):
+        x = jax.ShapeDtypeStruct((tokens, 1, 512), jnp.bfloat16)
+        text = jax.jit(f).trace(x, *operands[1:]).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("dsv4_fmha_few_rows_product") == kernels
+
+
+@pytest.mark.gpu
+@WEIGHTS
+@pytest.mark.parametrize("tokens", [1, 64, 128, 200])
+def test_shared_expert_and_router_on_a_gpu(weights, tokens, cuda):
+    f, operands, wanted = of_step(weights, tokens, 4096, 2048)
+    are_right(jax.jit(f)(*jax.device_put(operands, cuda)), wanted)
+
+
+def test_gate_in_three_numbers_of_bfloat16():
+    """Their sum is the gate's number, whatever its size, in a compiled program too."""
+    gate = jax.random.normal(jax.random.key(0), (BLOCK, 8)) * jnp.geomspace(1e-20, 1e20, 8)
+    first, second, third = np.split(np.asarray(jax.jit(in_three)(gate), np.float64), 3, 1)
+    np.testing.assert_array_equal(first + second + third, gate)

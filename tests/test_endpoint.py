@@ -38,7 +38,7 @@ def chat(messages):
 def endpoint(serving, ends=()):
     """The endpoint of a server, and what asks it: (path, body) -> (status, JSON or text)."""
     words = common.Words(None, VOCABULARY)
-    made = Endpoint(serving, "counting", words, chat, frozenset(ends), serving.beginning)
+    made = Endpoint(serving, "counting", words, chat, frozenset(ends), np.zeros(0, np.int32))
     failure = []
 
     def run():
@@ -173,7 +173,8 @@ def test_a_chat_gets_what_fits(served):
     status, answer = served.ask(
         "chat/completions", {"model": "counting", "messages": CHAT["messages"], "ignore_eos": True}
     )
-    assert status == 200 and answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 93, "total_tokens": 96}
+    counts = {"prompt_tokens": 3, "completion_tokens": 93, "total_tokens": 96}
+    assert status == 200 and answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 LONG = 10**9
@@ -330,6 +331,7 @@ def test_load_by_http(served, tmp_path, capsys):
     url, file = f"http://127.0.0.1:{served.port}", tmp_path / "rates.json"
     how = {"concurrency": [3], "n_out": 5, "requests": 7, "url": url}
     (row,) = load.main(**how, n_in=6, devices=2, file=str(file))
+    assert row["kept_tokens"] == 0
     assert json.loads(file.read_text())["rows"] == [row] and row["requests"] == 7
     assert 0 < row["ttft_ms"] <= row["ttft_p99_ms"] and 0 <= row["tpot_ms"] <= row["tpot_p99_ms"]
     assert row["in_tokens_s"] / row["out_tokens_s"] == pytest.approx(6 / 5, rel=0.01)
@@ -337,6 +339,10 @@ def test_load_by_http(served, tmp_path, capsys):
     assert head.split()[:3] == ["concurrency", "TTFT", "ms"] and line.split()[:2] == ["3", f"{row['ttft_ms']:.1f}"]
     with pytest.raises(ValueError, match=r"got status 400, .*context_length_exceeded"):
         load.main(**how, n_in=300)
+    (row,) = load.main(**how, n_in=20, alike=16)
+    assert row["kept_tokens"] >= 4 * 16 and row["kept_tokens"] % 16 == 0  # all but those that come first
+    with pytest.raises(ValueError, match="--alike: got 7 tokens, wanted at most the 6 of a prompt"):
+        load.main(**how, n_in=6, alike=7)
 
 
 def test_load_in_process(capsys):
@@ -360,6 +366,9 @@ def test_load_in_process(capsys):
     minute, *_ = row.minutes
     assert minute["minute"] == 1 and minute["MiB"] > 50 and minute["step_ms"] > 0 and minute["host_ms"] > 0
     assert not serving.pages.counts.any() and serving.is_idle
+    row = load.Row(1, 20, 5, requests=3, minutes=0)
+    load.in_process(serving, row, lambda: counting(2, 20), 0.0)
+    assert row.numbers(1)["kept_tokens"] == 2 * 16
 
 
 def test_a_server_that_fails_says_so():

@@ -281,8 +281,8 @@ def test_a_step_over_packed_pages_runs_on_kernels(name, on_hopper):
     cache = layer.cache(2, 128, FP8, block_table=jnp.array([[3, 0], [1, 2]]))
     x = jnp.zeros((2, 1, 64), jnp.bfloat16)
     found = explain(functools.partial(layer.step, lengths=9), params, x, cache)
-    chooses = {"lightning_indexer": "kernel"} if name == "sparse" else {}
-    assert {d.op: d.implementation for d in found if d.op != "rope"} == {"mla_decode": "kernel", **chooses}
+    ops = ["kv_insert", "mla_decode"] + ["lightning_indexer", "seen_slots"] * (name == "sparse")
+    assert {d.op: d.implementation for d in found if d.op != "rope"} == dict.fromkeys(ops, "kernel")
     assert any("v32_fp8 caches" in d.reason for d in found)
 
 

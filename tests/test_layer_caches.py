@@ -51,6 +51,23 @@ def test_fp8_caches():
     assert jnp.median(error) < 4e-2 and jnp.all(error > 0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_rings_are_all_but_pages(dtype):
+    """A sequence that gets a snapshot has what the other had then, to the bit, and nothing else changes."""
+    rng, table = np.random.default_rng(0), np.arange(9, dtype=np.int32).reshape(3, 3)
+    for layer in from_config(MODELS["v4"] | {"head_dim": 512}):
+        cache = layer.cache(3, 48, dtype, block_table=table, page_tokens=16, pages=9)
+        cache = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 99, x.shape)).astype(x.dtype), cache)
+        snapshot = jax.jit(lambda cache: cache.rings().take(jnp.array([0])))(cache)
+        got = jax.jit(lambda cache, snapshot: cache.put(jnp.array([2]), snapshot))(cache, snapshot)
+        paged = {name for name in ("compressed", "keys") if getattr(cache, name) is not None}
+        assert {name for name, part in snapshot._asdict().items() if part is None} >= paged
+        for name, part in cache._asdict().items():
+            for x, y in zip(jax.tree.leaves(part), jax.tree.leaves(getattr(got, name)), strict=True):
+                x, y = (np.asarray(z).view(np.uint8) for z in (x, y))
+                np.testing.assert_array_equal(y, x if name in paged else np.stack([x[0], x[1], x[0]]))
+
+
 @pytest.mark.parametrize(
     "dtype, layouts", [("float8_e4m3fn", ("v41_fp8", "v41_fp8")), ("float4_e2m1fn", ("v41_fp8", "v41_fp4"))]
 )

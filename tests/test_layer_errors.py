@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Pspec
 
-from jax_dsv4_fmha import Cache
+from jax_dsv4_fmha import Cache, pack_matrix
 from jax_dsv4_fmha.layers import (
     Compressor,
     Indexer,
@@ -23,6 +23,7 @@ from jax_dsv4_fmha.layers import (
     hadamard,
     inverse_rope,
     rope,
+    step_product,
     unzigzag,
     zigzag,
 )
@@ -39,6 +40,7 @@ AT = jnp.arange(8, dtype=jnp.int32)[None]
 STATE, CACHE = COMPRESSOR.state(2, 2), LAYER.cache(2, 16, jnp.float32)
 TABLE = np.arange(4, dtype=np.int32).reshape(2, 2)
 OF_WINDOW = LAYERS[0].cache(2, 16, jnp.float32)
+SEVERAL = pack_matrix(jnp.ones((2, 128, 128), jnp.float8_e4m3fn), jnp.ones((2, 1, 1)))
 
 
 WIDE = from_config(MODELS["v4"] | {"head_dim": 512, "index_head_dim": 128})[1]  # whose caches may be packed
@@ -171,6 +173,11 @@ OPERANDS = [
     (lambda: hadamard(3.0), r"hadamard: x: got 3.0, wanted .*\[..., d\], d a power of two"),
     (lambda: hadamard(jnp.zeros((3, 0))), r"hadamard: x: got float32\[3, 0\], wanted"),
     (lambda: hadamard(jnp.zeros(8, jnp.int32)), r"hadamard: x: got int32\[8\], wanted"),
+    (lambda: step_product(X, jnp.zeros((2, 24, 8))), r"step_product: w: got float32\[2, 24, 8\], wanted .*\[k, n\]"),
+    (lambda: step_product(X[0], jnp.zeros((24, 8))), r"step_product: x: got float32\[8, 24\], wanted .*\[b, s, 24\]"),
+    (lambda: step_product(X, jnp.zeros((8, 24))), r"step_product: x: got float32\[2, 8, 24\], wanted .*\[b, s, 8\]"),
+    (lambda: step_product(X, jnp.zeros((24, 8)), dtype="bfloat16"), r"dtype: got bfloat16, wanted float32"),
+    (lambda: step_product(X, SEVERAL), r"step_product: w: got 2 packed matrices, wanted one"),
     (lambda: rope(X, jnp.zeros((3, 8), jnp.int32), Rope(8)), r"rope: positions: got int32\[3, 8\], wanted int32\[b=2"),
     (lambda: inverse_rope(X, AT, None), r"inverse_rope: rotation: got None, wanted a Rope"),
     (lambda: COMPRESSOR(PC, X, whole="no"), r"Compressor: whole: got no, wanted a bool"),

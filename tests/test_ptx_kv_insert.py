@@ -33,7 +33,7 @@ every_arch = pytest.mark.parametrize("arch", dict.fromkeys(v.arch for v in BUILT
 
 def variant(arch="", **choices):
     """With these choices; of any architecture, or this one."""
-    choices = {"running": False} | choices
+    choices = {"running": False, "rope": False} | choices
     found = [v for v in BUILT.values() if arch in v.arch and choices.items() <= v.choices.items()]
     return found[0] if found else pytest.skip("not built")
 
@@ -45,10 +45,11 @@ def test_is_right(key):
     judge(x, run(x))
 
 
-@pytest.mark.parametrize("packing", ["", "v4_fp8"])
+@pytest.mark.parametrize("packing", ["", "v4_fp8", "v32_fp8"])
 def test_in_a_pool_of_pages(packing):
     """One sequence has no page for its entry."""
-    x = Problem.of(variant(d=512, dtype="bfloat16", packing=packing, pooled=False), **PAGED)
+    choices = {"packing": packing, "pooled": False, "rope": packing == "v32_fp8"}
+    x = Problem.of(variant(d=512, dtype="bfloat16", **choices), **PAGED)
     judge(x, run(x))
 
 
@@ -132,10 +133,46 @@ def test_codes_at_the_ends(packing, value):
             np.testing.assert_array_equal(pages[n, start : start + part.size], np.asarray(part))
 
 
+def test_scales_of_groups():
+    """Four groups of 128 numbers, some of which are tiny, zeros or not finite; RoPE's are as they are."""
+    x = Problem.of(variant(d=512, dtype="bfloat16", packing="v32_fp8", rope=True), (3, 5, 2, 8), 1, seed=3)
+    x.norm[:128] *= 1e-9
+    x.norm[128:256] = np.array([1e-35, 0, np.nan, np.inf], np.float32).repeat(32)
+    for n, zeros in enumerate((slice(128, 256), slice(192, 256), slice(0, 0), slice(130, 140))):
+        x.rows[n, 0, zeros] = 0
+    pages, exactly, layout = run(x)[0], run(x.unpacked)[0], LAYOUTS["v32_fp8"]
+    for n, at in ((0, 2), (1, 4), (2, 1), (3, 7)):
+        entry = exactly[n, at * 1152 : (at + 1) * 1152].view(x.variant.dtype)
+        (wanted,) = layout.encode(entry)
+        np.testing.assert_array_equal(pages[n, at * 656 : (at + 1) * 656], np.asarray(wanted))
+        scales = np.asarray(wanted)[512:528].view(np.float32)
+        assert np.isnan(scales[1]) and np.isfinite(scales[[0, 2, 3]]).all()
+    x.norm[128:256] = 1e-35
+    tiny = run(x)[0][0, 2 * 656 + 512 :][:16].view(np.float32)
+    assert tiny[1] == np.float32(2**-100) * np.float32(1 / 448)  # the least
+
+
 def a_lane_s_own_sum(text):
     """Numbers from the lane 16 lanes away are lost."""
     pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 16,[^;]*;"
     return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
+
+
+def greatest_of_fewer_lanes(text):
+    """The greatest number of a group is that of 4 lanes, where 8 lanes share a scale."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 4,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};", slice(-1, None))
+
+
+def rope_without_turns(text):
+    """RoPE's numbers stay as they are: of cos and sin, which a lane has of its pair alone, sin is 0."""
+    pattern = r"(ld\.global\.v2\.b32\s+\{%r\d+, (%r\d+)\}, \[[^]]*\];)"
+    return edits.replace(text, pattern, lambda m: f"{m[1]} mov.b32 {m[2]}, 0;", slice(-1, None))
+
+
+def codes_beyond_scales(text):
+    """RoPE's numbers begin where the scales do: 512 and 3, which an aligned address drops."""
+    return edits.replace(text, r"(add\.s64\s+%rd\d+, %rd\d+), 531;", lambda m: f"{m[1]}, 515;")
 
 
 def without_barrier(which):
@@ -157,8 +194,13 @@ def run_with(arch, choices, sizes):
 POOLED, PLAIN = {"d": 512, "dtype": "bfloat16", "packing": "", "pooled": True}, {"d": 512, "dtype": "bfloat16"}
 PLAIN |= {"packing": "", "pooled": False}
 RUNNING = POOLED | {"running": True}
+BESIDE, IN_656 = ({"d": 512, "dtype": "bfloat16", "packing": x, "rope": True} for x in ("", "v32_fp8"))
 FAULTS = [
     (PlantedFault("a lane's own sum", "kv_insert", Wrong, "is wrong: off by", a_lane_s_own_sum), PLAIN, TOKENS),
+    (PlantedFault("a lane's own sum, of latents", "kv_insert", Wrong, "off by", a_lane_s_own_sum), BESIDE, TOKENS),
+    (PlantedFault("no turns", "kv_insert", Wrong, "is wrong: off by", rope_without_turns), BESIDE, TOKENS),
+    (PlantedFault("a half's scale", "kv_insert", Wrong, "bytes are wrong", greatest_of_fewer_lanes), IN_656, PAGED),
+    (PlantedFault("no room for scales", "kv_insert", Wrong, "bytes are wrong", codes_beyond_scales), IN_656, PAGED),
     *(
         (PlantedFault(f"no barrier {i}", "kv_insert", error, says, without_barrier(i)), POOLED, BLOCKS)
         for i, (error, says) in enumerate(

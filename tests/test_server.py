@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.serving import Pages, Request, Server, TooLong, checked_tokens
+from examples.serving import Pages, Request, Server, TooLong, checked_tokens, prefixes
 from examples.serving.lookup import SLOTS, Lookup
 from examples.serving.sampling import choose
 
-from .counting_model import LOGIT, VOCABULARY, Counting, assert_right, counting, server
+from .counting_model import LOGIT, VOCABULARY, Caches, Counting, assert_right, counting, server
 
 
 def done(serving, *requests):
@@ -32,21 +32,23 @@ def done(serving, *requests):
 
 
 def assert_empty(serving):
-    spare = serving.pages.needed(len(serving.beginning))
-    assert len(serving.pages.free) == len(serving.pages.owners) - spare == len(set(serving.pages.free))
-    assert serving.pages.owners.sum() == serving.pages.counts.sum() == spare
+    """Nobody has a page but the prefixes, which have what they should."""
+    pages, keepers = serving.pages, np.zeros_like(serving.pages.keepers)
+    for prefix in serving.prefixes.kept.values() if serving.prefixes else ():
+        keepers[prefix.pages] += 1
+    assert (keepers == pages.keepers).all() and sorted(pages.free) == np.flatnonzero(keepers == 0).tolist()
+    assert pages.idle == (keepers > 0).sum() and not pages.owners.any() and not pages.counts.any()
     assert not any(serving.places) and not serving.count.any() and not serving.read.any()
 
 
 @pytest.mark.parametrize(
-    "speculate, beginning",
+    "speculate, alike",
     [(0, 0), pytest.param(2, 20, marks=pytest.mark.slow)],
 )
-def test_ten_thousand_requests(speculate, beginning):
+def test_ten_thousand_requests(speculate, alike):
     """A call takes as long, and the server as much memory, after ten thousand as after one; and all are right."""
     rng = np.random.default_rng(0)
-    alike = counting(3, beginning)
-    serving = server(places=128, pages=600, beginning=alike, speculate=speculate)
+    serving = server(places=128, pages=600, speculate=speculate)
     serving.compile()
     times, sizes = [], []
     for thousand in range(10):
@@ -54,9 +56,9 @@ def test_ten_thousand_requests(speculate, beginning):
             tracemalloc.start()  # which makes calls slower
         requests = []
         for _ in range(1000):
-            n, first = int(rng.integers(1, 24)), 3 if beginning else int(rng.integers(VOCABULARY))
+            n, first = int(rng.integers(1, 24)), 3 if alike else int(rng.integers(VOCABULARY))
             wanted = int(rng.integers(1, 6))
-            requests.append(Request(counting(first, beginning + n), wanted, float(rng.integers(2))))
+            requests.append(Request(counting(first, alike + n), wanted, float(rng.integers(2))))
             serving.submit(requests[-1])
         own = []
         while not serving.is_idle:
@@ -258,15 +260,11 @@ def test_numbers_are_looked_at_again():
 
 
 def test_what_never_fits():
-    serving = server(places=2, room=64, page=16, pages=3, beginning=counting(0, 16))
+    serving = server(places=2, room=64, page=16, pages=3)
     with pytest.raises(
         TooLong, match="a request of 60 tokens, 10 to be said, for which 3 pages of 16 and a room of 64"
     ):
         serving.submit(Request(counting(0, 50), 10))
-    with pytest.raises(ValueError, match="prompt: it does not go on from the 16 tokens"):
-        serving.submit(Request(counting(1, 20), 10))
-    with pytest.raises(ValueError, match="prompt: it does not go on from the 16 tokens"):
-        serving.submit(Request(counting(0, 16), 10))
     with pytest.raises(TooLong):
         server(places=2, room=60, page=16).submit(Request(counting(0, 3), 58))  # though its pages have room for it
     done(serving, request := Request(counting(0, 17), 31))
@@ -282,8 +280,7 @@ def test_what_never_fits():
         ({"pages": 0}, "pages: got 0"),
         ({"room": 1.5}, "room: got 1.5"),
         ({"speculate": -1}, "speculate: got -1, wanted an integer of at least 0"),
-        ({"beginning": counting(0, 64)}, "beginning: got 64 tokens, wanted fewer than 64"),
-        ({"beginning": [99] * 8}, "beginning: got 99 as token number 0"),
+        ({"prefixes": -1}, "prefixes: got -1, wanted an integer of at least 0"),
     ],
     ids=str,
 )
@@ -426,20 +423,27 @@ def test_choose():
 
 def test_pages():
     """Whoever has pages, has as many as its tokens need; nobody else has them, unless they are shared."""
-    rng, pages = np.random.default_rng(0), Pages(6, 64, 8, 20)
-    for _ in range(2000):
+    rng, pages, kept = np.random.default_rng(0), Pages(6, 64, 8, 20), []
+    for _ in range(3000):
         place, tokens = int(rng.integers(6)), int(rng.integers(1, 65))
         if rng.random() < 0.3:
             pages.leave(place)
-        elif pages.counts[place] == 0 and rng.random() < 0.3:
-            pages.share(int(rng.integers(6)), place)
+        elif rng.random() < 0.2:
+            kept.append(pages.table[place, : rng.integers(pages.counts[place] + 1)].copy())
+            pages.keep(kept[-1])
+        elif kept and rng.random() < 0.3:
+            pages.let_go(kept.pop(int(rng.integers(len(kept)))))
+        elif kept and rng.random() < 0.3:
+            pages.share(place, kept[int(rng.integers(len(kept)))])
         else:
             more, free = max(pages.needed(tokens) - int(pages.counts[place]), 0), len(pages.free)
             assert pages.grow(place, tokens) == (more <= free)
         there = [row[row >= 0].tolist() for row in pages.table]
         assert [len(x) for x in there] == pages.counts.tolist()
         assert np.bincount(np.concatenate(there).astype(int), minlength=20).tolist() == pages.owners.tolist()
-        assert sorted(pages.free) == np.flatnonzero(pages.owners == 0).tolist()
+        assert np.bincount(np.concatenate([[], *kept]).astype(int), minlength=20).tolist() == pages.keepers.tolist()
+        assert sorted(pages.free) == np.flatnonzero(pages.owners + pages.keepers == 0).tolist()
+        assert pages.idle == ((pages.owners == 0) & (pages.keepers > 0)).sum()
         assert (pages.room == 8 * pages.counts).all()
     start = np.array([0, 7, 8, 60, 63, 20])
     for n in (1, 2, 9, 17):
@@ -450,20 +454,22 @@ def test_pages():
                 assert found[i, t // 8 - at // 8] == want
 
 
-@pytest.mark.parametrize("beginning", [0, 20])
-def test_nothing_is_compiled_after_compile(beginning):
+@pytest.mark.parametrize("prefixes", [0, 20])
+def test_nothing_is_compiled_after_compile(prefixes):
     said = []
-    serving = server(beginning=counting(0, beginning), progress=said.append)
+    serving = server(prefixes=prefixes, progress=said.append)
     serving.compile()
+    serving.keep(counting(0, 20))
     assert [line for line in said if line.startswith("compiling")] == [
         "compiling the program for chunks of 8 tokens", "compiling the program for steps of 1 token",
     ]  # fmt: skip
     assert sum(bool(re.fullmatch(r"compiled it in \d+\.\d s", line)) for line in said) == 2
-    assert ("reading the 16 tokens with which all requests begin" in said) == bool(beginning)
+    assert ("reading 16 tokens with which prompts will begin" in said) == bool(prefixes)
     made, count = serving.programs, len(said)
-    programs = (made.read, made.say, *[made.begin] * bool(beginning))
+    programs = (made.read, made.say, *[made.begin] * bool(prefixes))
     assert [f._cache_size() for f in programs] == [1] * len(programs)
     done(serving, *(Request(counting(0, 21 + i), 9) for i in range(9)))
+    assert (serving.shared > 0) == bool(prefixes)
     assert [f._cache_size() for f in programs] == [1] * len(programs) and len(said) == count
 
 
@@ -472,10 +478,12 @@ def random_run(seed):
     rng = np.random.default_rng(seed)
     page, room = int(rng.choice([4, 8, 16])), int(rng.integers(20, 90))
     alike = counting(11, int(rng.integers(0, 12)) if rng.random() < 0.5 else 0)
+    prefixes = int(rng.choice([0, 1, 2, 5, 20]))
     least = -(-room // page)
     serving = server(
         places=int(rng.integers(1, 6)), room=room, chunk=int(rng.integers(1, 20)), page=page,
-        pages=int(rng.integers(least, 3 * least)), beginning=alike, speculate=int(rng.integers(0, 4)), seed=seed,
+        pages=int(rng.integers(least, 3 * least)), prefixes=prefixes, speculate=int(rng.integers(0, 4)), seed=seed,
+        readers=int(rng.integers(1, 6)),
     )  # fmt: skip
     requests = []
     for _ in range(int(rng.integers(1, 25))):
@@ -523,3 +531,186 @@ def test_who_cannot_grow_waits_again():
 @given(st.integers(2, 2**31))
 def test_any_requests(seed):
     random_run(seed)
+
+
+# ---- prompts that begin alike
+
+
+def test_a_prompt_goes_on_from_an_earlier_one():
+    """It shares the whole pages that chunks have read, and says what it says where nobody shares."""
+    serving, alone = server(chunk=16), server(chunk=16, prefixes=0)
+    rows = []
+    run = serving._run
+    serving._run = lambda is_step, call: (
+        rows.extend([] if is_step else call.start[call.most > 0].tolist()) or run(is_step, call)
+    )
+    prompts = [
+        counting(5, 40),
+        counting(5, 45),
+        np.r_[counting(5, 20), counting(90, 9)],
+        counting(5, 32),
+        counting(6, 40),
+    ]
+    for prompt, begins in zip(prompts, ([0, 16, 32], [40], [16], [16], [0, 16, 32]), strict=True):
+        rows.clear()
+        got, want = Request(prompt, 12), Request(prompt, 12)
+        done(serving, got)
+        done(alone, want)
+        assert got.said == want.said and rows == begins and got.shared == begins[0]
+    assert serving.shared == 40 + 16 + 16 and alone.shared == 0
+    assert len(serving.prefixes.kept) == 6 and serving.pages.idle == 10
+    assert_empty(serving)
+    first, second = Request(counting(5, 48), 9), Request(counting(5, 60), 3)
+    for request in (first, second):
+        serving.submit(request)
+    serving.work()
+    assert (serving.pages.table[0, :5] == serving.pages.table[1, :5]).all()  # and no page is both's that is not full
+    assert not set(serving.pages.table[0, 5:6]) & set(serving.pages.table[1, 5:8])
+    done(serving)
+    for request in (first, second):
+        assert_right(request)
+
+
+def test_prompts_that_come_together():
+    """One reader: the second is looked up again when its turn comes, and gives back the pages that it does not need."""
+    serving = server(readers=1, pages=16, places=2)
+    first, second = (Request(counting(5, 40 + i), 9) for i in range(2))
+    serving.submit(first)
+    serving.submit(second)
+    serving.work()
+    assert len(serving.pages.free) == 16 - 5 - 6
+    done(serving)
+    assert (first.shared, second.shared) == (0, 40)
+    for request in (first, second):
+        assert_right(request)
+    assert_empty(serving)
+
+
+def test_who_waits_for_pages_shares_them():
+    """Two prompts of 10 pages in a pool of 13: the second gets a place when the first has read as many as it lacks."""
+    serving = server(places=2, room=104, pages=13, readers=1)
+    first, second = (Request(np.r_[counting(5, 72), counting(i, 3)], 2) for i in range(2))
+    serving.submit(first)
+    serving.submit(second)
+    serving.work()
+    assert serving.places[1] is None
+    while serving.places[1] is None:
+        serving.work()
+    assert not first.said and 0 < second.shared < 72
+    done(serving)
+    assert second.shared == 72
+    assert_empty(serving)
+
+
+def test_pages_of_prefixes_are_taken_when_no_others_are_free():
+    """The prefix that was not used for longest goes first, and those whose pages are in use stay."""
+    serving = server(places=2, room=64, page=8, pages=12)
+    done(serving, Request(counting(1, 30), 2), Request(counting(2, 30), 2), Request(counting(1, 31), 2))
+    assert serving.pages.idle == 6 and len(serving.pages.free) == 6
+    done(serving, request := Request(counting(3, 52), 12))  # 8 pages
+    assert_right(request)
+    kept = [int(prefix.tokens[0]) for prefix in serving.prefixes.kept.values()]
+    assert 2 not in kept and 1 in kept and 3 in kept
+    serving.submit(long := Request(counting(1, 30), 30))
+    for _ in range(3):
+        serving.work()
+    assert long.shared == 24
+    serving.submit(other := Request(counting(4, 28), 20))
+    done(serving)
+    for request in (long, other):
+        assert_right(request)
+    assert 1 in [int(prefix.tokens[0]) for prefix in serving.prefixes.kept.values()]
+    assert_empty(serving)
+
+
+def test_as_many_prefixes_as_asked():
+    serving = server(prefixes=3)
+    for i in range(6):
+        done(serving, Request(counting(i, 20), 2), Request(counting(0, 20), 2))
+    kept = [(int(prefix.tokens[0]), len(prefix.tokens)) for prefix in serving.prefixes.kept.values()]
+    assert len(kept) == 3 and (0, 16) in kept and (5, 16) in kept
+    assert len({prefix.slot for prefix in serving.prefixes.kept.values()}) == 3
+    assert_empty(serving)
+
+
+def test_one_slot_for_many_readers():
+    """In a call that keeps four prefixes the slot is the last one's."""
+    serving = server(prefixes=1)
+    done(serving, *(Request(counting(i, 9), 2) for i in range(4)))
+    (prefix,) = serving.prefixes.kept.values()
+    done(serving, request := Request(counting(int(prefix.tokens[0]), 12), 9))
+    assert request.shared == 8
+    assert_right(request)
+
+
+def test_who_is_put_back_goes_on_from_its_own():
+    """Those that wait again are not read from their first token, though what they said has been read by steps."""
+    serving = server(places=3, pages=12)
+    requests = [Request(counting(30 * i, 20), 40) for i in range(3)]
+    done(serving, *requests)
+    assert serving.put_back and serving.shared
+    for request in requests:
+        assert_right(request)
+    assert_empty(serving)
+
+
+def test_who_is_forgotten_leaves_what_was_read():
+    serving = server(places=1)
+    serving.submit(gone := Request(counting(5, 60), 3))
+    for _ in range(3):
+        serving.work()
+    serving.forget(gone)
+    done(serving, request := Request(counting(5, 40), 9))
+    assert request.shared == 24
+    assert_right(request)
+    assert_empty(serving)
+
+
+def test_tokens_of_one_hash(monkeypatch):
+    """All hashes are equal: tokens tell who has begun alike."""
+    monkeypatch.setattr(prefixes, "hash", lambda x: 7, raising=False)
+    serving = server()
+    requests = [Request(counting(first, 20), 9) for first in (1, 2, 1, 2)]
+    for request in requests:
+        done(serving, request)
+        assert_right(request)
+    assert [request.shared for request in requests] == [0, 0, 16, 0]
+    assert_empty(serving)
+
+
+def test_a_ring_that_is_not_restored_is_found(monkeypatch):
+    """Were rings those of the place's last request, a request would say something else."""
+    put = Caches.put
+
+    def without(self, places, taken):
+        return self if taken.tokens is None and self.tokens is not None else put(self, places, taken)
+
+    monkeypatch.setattr(Caches, "put", without)
+    serving = server(places=1)
+    done(serving, Request(counting(1, 20), 2), Request(counting(50, 20), 2), request := Request(counting(1, 20), 9))
+    assert request.shared == 16
+    with pytest.raises(AssertionError):
+        assert_right(request)
+
+
+def test_prefixes_cost_steps_nothing():
+    """Steps call as many functions with 32 prefixes as with one, and a prompt as many after 59 others as after 19."""
+
+    def work(kept):
+        serving = server(places=4, room=256, pages=400, prefixes=kept)
+        done(serving, *(Request(counting(i, 24), 1) for i in range(40)))
+        for i in range(4):
+            serving.submit(Request(counting(i, 20), 100))
+        for _ in range(6):
+            serving.work()
+        return calls_of(10, serving.work)
+
+    assert work(32) == work(1)
+    serving = server(places=1, room=256, prefixes=8)
+    serving.compile()
+    calls = []
+    for i in range(60):
+        serving.submit(Request(counting(i, 100), 1))
+        calls.append(calls_of(14, serving.work))
+        assert serving.is_idle
+    assert max(calls[40:]) < 1.1 * max(calls[10:20])

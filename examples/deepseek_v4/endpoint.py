@@ -383,9 +383,10 @@ class Answer:
         self.endpoint.open.discard(self.stream)
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         read, said = len(self.request.prompt), self.stream.count
-        return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
+        counts = {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
+        return counts | {"prompt_tokens_details": {"cached_tokens": min(self.request.shared, read)}}
 
     async def whole(self, http: Http) -> Response:
         """One JSON object. The request ends when the client has gone."""

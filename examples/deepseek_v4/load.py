@@ -7,6 +7,7 @@ HTTP to one that runs elsewhere (--url). The table has a row for each concurrenc
     TTFT    from a request to its first token
     TPOT    from a token to the next: from the first to the last of a request, over the number of tokens after the first
     tokens/s  of prompts (in) and said (out), from the first request to the end of the last one
+    kept    tokens of prompts that were not read, since an earlier prompt began with them: with --alike
 
 With --minutes a row lasts that long. Each minute then has a line, too, with this process's memory, the time of a step,
 and how long the thread that works computed for it (host_ms): they stay as they are in a server that lasts.
@@ -40,6 +41,7 @@ class Timed(NamedTuple):
     first: float
     last: float
     said: int
+    kept: int = 0
 
     @property
     def ttft(self) -> float:
@@ -100,7 +102,7 @@ class Row:
         rates = [n * len(self.ended) / seconds / devices for n in (self.n_in, self.n_out)]
         found = {
             "ttft_ms": median(ttft), "ttft_p99_ms": p99(ttft), "tpot_ms": median(tpot), "tpot_p99_ms": p99(tpot),
-            "in_tokens_s": rates[0], "out_tokens_s": rates[1],
+            "in_tokens_s": rates[0], "out_tokens_s": rates[1], "kept_tokens": sum(times.kept for times in self.ended),
         }  # fmt: skip
         row = {"concurrency": self.concurrency, "requests": len(self.ended), "seconds": round(seconds, 1)}
         return {**row, **{name: round(x, 2) for name, x in found.items()}, "minutes": self.minutes}
@@ -148,7 +150,7 @@ def in_process(server: Server, row: Row, prompt: Callable[[], np.ndarray], tempe
             row.host.append(computed - computed_before)
         for request in ended:
             times = heard.pop(request)
-            row.end(Timed(began.pop(request), times[0], times[-1], len(times)))
+            row.end(Timed(began.pop(request), times[0], times[-1], len(times), request.shared))
             begin()
 
 
@@ -183,7 +185,7 @@ def asked(url: str, model: str, prompt: list[int], n_out: int, temperature: floa
     """
     how = {"max_tokens": n_out, "temperature": temperature, "ignore_eos": True, "stream": True}
     body = {"model": model, "prompt": prompt, "stream_options": {"include_usage": True}, **how}
-    connection, began, times, usage = connected(url), time.perf_counter(), list[float](), dict[str, int]()
+    connection, began, times, usage = connected(url), time.perf_counter(), list[float](), dict[str, Any]()
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -199,7 +201,7 @@ def asked(url: str, model: str, prompt: list[int], n_out: int, temperature: floa
         connection.close()
     if usage.get("completion_tokens") != n_out or not times:
         raise ValueError(f"{url}: got usage {usage}, wanted {n_out} tokens")
-    return Timed(began, times[0], times[-1], n_out)
+    return Timed(began, times[0], times[-1], n_out, (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
 
 def events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -234,6 +236,7 @@ def main(
     minutes: float = 0.0,
     temperature: float = 0.0,
     seed: int = 0,
+    alike: int = 0,
     url: str | None = None,
     vocabulary: int = 64,
     devices: int = 0,
@@ -243,23 +246,33 @@ def main(
     """Prints a table, and returns its rows.
 
     Args:
+      alike: tokens with which all prompts begin.
       requests: of each row; 0 is twice the concurrency, and at least 4.
       vocabulary: random tokens are below it, with a URL.
       devices: by which rates are divided; 0 is those of this process, or 1 with a URL.
       how: of `serve.served`.
     """
+    if alike > n_in:
+        raise ValueError(f"--alike: got {alike} tokens, wanted at most the {n_in} of a prompt")
     rows, rng = list[dict[str, Any]](), np.random.default_rng(seed)
     about = {
         "input": n_in,
+        "alike": alike,
         "output": n_out,
         "command": " ".join(["python -m examples.deepseek_v4.load", *sys.argv[1:]]),
     }
 
     def measured(send: Callable[..., None], whom: Any, vocabulary: int, devices: int) -> None:
-        print(f"{'concurrency':>11} {'TTFT ms':>10} {'p99':>10} {'TPOT ms':>10} {'p99':>10} {'in/s':>10} {'out/s':>10}")
+        columns = "TTFT ms", "p99", "TPOT ms", "p99", "in/s", "out/s", "kept"
+        print(f"{'concurrency':>11}", *(f"{name:>10}" for name in columns))
+        first = rng.integers(0, vocabulary, alike, dtype=np.int32)
+
+        def prompt() -> np.ndarray:
+            return np.concatenate([first, rng.integers(0, vocabulary, n_in - alike, dtype=np.int32)])
+
         for c in concurrency:
             row = Row(c, n_in, n_out, requests or max(2 * c, 4), minutes)
-            send(whom, row, lambda: rng.integers(0, vocabulary, n_in, dtype=np.int32), temperature)
+            send(whom, row, prompt, temperature)
             rows.append(row.numbers(devices))
             common.on_terminal(" " * 70 + "\r")
             print(f"{c:11}", *(f"{rows[-1][name]:10.1f}" for name in rows[-1] if "_" in name), flush=True)
@@ -284,6 +297,7 @@ def arguments() -> dict:
     add("--concurrency", type=common.at_least(1), nargs="+", default=CONCURRENCY, help="default: 1 16 64 256")
     add("--input", dest="n_in", type=common.at_least(1), default=8192, help="tokens of a prompt (default: 8192)")
     add("--output", dest="n_out", type=common.at_least(1), default=1024, help="tokens to say (default: 1024)")
+    add("--alike", type=common.at_least(0), default=0, help="tokens with which all prompts begin (default: 0)")
     add("--requests", type=common.at_least(0), default=0, help="of a row (default: twice the concurrency, at least 4)")
     add("--minutes", type=float, default=0.0, help="that a row lasts, in place of a number of requests")
     add("--temperature", type=float, default=0.0, help="default: 0")

@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import HyperConnection, PackedExperts, fused_moe, hyper_connection
-from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, unzigzag
+from jax_dsv4_fmha import HyperConnection, PackedExperts, PackedMatrix, fused_moe, hyper_connection
+from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, step_product, unzigzag
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
-from .exact import exact_product
-from .packed import Packed, in_file
+from .exact import exact_product, split
+from .packed import Packed, in_file, of_data, one_matrix, product
 from .sinkhorn import doubly_stochastic
 
 SPLIT = ("tensor", "expert")
@@ -58,9 +58,9 @@ class Caches(NamedTuple):
     def with_block_table(self, table: jax.Array) -> "Caches":
         return self._each(lambda cache: cache.with_block_table(table))
 
-    def fork(self, source: Any, target: Any) -> "Caches":
-        """Place `target` at the token where place `source` is: see `LayerCache.fork`."""
-        return self._each(lambda cache: cache.fork(source, target))
+    def rings(self) -> "Caches":
+        """The caches without those in pages: see `LayerCache.rings`."""
+        return self._each(lambda cache: cache.rings())
 
     def take(self, places: jax.Array) -> "Caches":
         """The caches of some places alone: see `LayerCache.take`."""
@@ -313,7 +313,7 @@ class Model:
         out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
         of = self.before(p["moe_hc"], p["moe_norm"], streams, cache is None)
-        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens)
+        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, cache is None)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     @jax.named_scope("head")
@@ -363,25 +363,40 @@ class Model:
     # ---- experts
 
     @jax.named_scope("moe")
-    def moe(self, p: Any, routing: jax.Array, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The routed experts and the shared one of x `[b, s, hidden]`; and how many tokens each routed one got."""
+    def moe(
+        self, p: Any, routing: jax.Array, x: jax.Array, tokens: jax.Array, is_trained: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """The routed experts and the shared one of x `[b, s, hidden]`; and how many tokens each routed one got.
+
+        is_trained: whether there may be a gradient, which a step's products by kernels have not.
+        """
         weights, chosen = self.routed(p["gate"], routing, x, tokens)
         load = jnp.bincount(chosen.ravel(), length=self.experts)
-        of_experts = self.of_experts
-        if not jax.sharding.get_abstract_mesh().empty:
-            rows, specs = rows_of(x), self._partition_moe()
-            axes = tuple(name for name in rows if name)
-            w13, w2 = (spec_of(p[name], specs[name]) for name in ("w13", "w2"))
+        matrices = {name: p[name] for name in ("w13", "w2", "shared13", "shared2")}
 
-            @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
-            def of_experts(w13, w2, *of_tokens):
-                of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
-                of_weights = jax.lax.pcast((w13, w2), axes, to="varying") if axes else (w13, w2)
-                return jax.lax.psum(self.of_experts(*of_weights, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
+        def of_all(p: Any, part: Any, x: jax.Array, *of_tokens: jax.Array) -> jax.Array:
+            routed = self.of_experts(p["w13"], p["w2"], x, *of_tokens, part)
+            return routed + self.of_shared(p["shared13"], p["shared2"], x, is_trained)
 
-        y = of_experts(p["w13"], p["w2"], x, weights, chosen)
-        shared = self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, p["shared13"])) @ p["shared2"]
-        return y + shared, load
+        if jax.sharding.get_abstract_mesh().empty:
+            return of_all(matrices, 0, x, weights, chosen), load
+        rows, specs = rows_of(x), self._partition_moe()
+        axes = tuple(name for name in rows if name)
+        of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
+
+        @functools.partial(jax.shard_map, in_specs=(of_weights, rows, rows, rows), out_specs=rows)
+        def of_device(matrices, *of_tokens):
+            of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
+            matrices = jax.lax.pcast(matrices, axes, to="varying") if axes else matrices
+            return jax.lax.psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
+
+        return of_device(matrices, x, weights, chosen), load
+
+    def of_shared(self, w13: Any, w2: Any, x: jax.Array, is_trained: bool) -> jax.Array:
+        """The shared expert's part of x `[b, s, hidden]`, from this device's channels inside of it."""
+        times = product if is_trained else step_product
+        inner = times(x, one_matrix(w13)).reshape(*x.shape[:2], 2, -1)
+        return times(self.swiglu(inner), one_matrix(w2))
 
     def routed(
         self, gate: jax.Array, routing: jax.Array, x: jax.Array, tokens: jax.Array
@@ -391,8 +406,7 @@ class Model:
         routing is a table `[vocabulary, k]` of experts, or a bias `[experts]` that balances them: it has a say in the
         choice, and none in the weights.
         """
-        scores = jnp.matmul(x.astype(jnp.float32), gate, precision="highest")
-        scores = SCORES[self.score](scores / self.temperature)
+        scores = SCORES[self.score](logits_of(x, gate) / self.temperature)
         if routing.ndim == 2:
             chosen = routing[tokens]
         else:
@@ -491,7 +505,7 @@ class Model:
             if params is not None:
                 its = params["layers"][i]
                 p["attention"] = layer.partition(SPLIT, params=its["attention"])
-                p["moe"] = {name: spec_of(its["moe"][name], spec) for name, spec in p["moe"].items()}
+                p["moe"] = {name: spec_of(x, p["moe"][name]) for name, x in its["moe"].items()}
         tables = {i: {"rows": P(None, SPLIT), "scales": P(None, SPLIT)} for i in parts.get("tables", {})}
         return parts | {"head": P(None, SPLIT)} | ({"tables": tables} if tables else {})
 
@@ -509,11 +523,16 @@ class Model:
         return made if jax.sharding.get_abstract_mesh().empty else jax.device_put(made, P())
 
     def joined(self, params: Any) -> dict[str, Any]:
-        """These parameters for `step`, which then has fewer products: see `DSV4Attention.joined`."""
-        layers = [
-            {**p, "attention": layer.joined(p["attention"])}
-            for layer, p in zip(self.layers, params["layers"], strict=True)
-        ]
+        """These parameters for `step`, which then has fewer products: see `DSV4Attention.joined`.
+
+        A router's gate becomes numbers in bfloat16, where the model computes in it: see `in_three`.
+        """
+        layers = []
+        for layer, p in zip(self.layers, params["layers"], strict=True):
+            moe = p["moe"]
+            if params["embed"].dtype == jnp.bfloat16 and moe["gate"].dtype == jnp.float32:
+                moe = {**moe, "gate": in_three(moe["gate"])}
+            layers.append({**p, "attention": layer.joined(p["attention"]), "moe": moe})
         return {**params, "layers": layers}
 
 
@@ -572,6 +591,8 @@ def spec_of(w: Any, spec: P) -> P:
     """The PartitionSpec of matrices that have this one as an array: of what they are in memory."""
     if isinstance(w, PackedExperts):
         return P(spec[0])
+    if isinstance(w, PackedMatrix):
+        return of_data(spec, w.data.ndim)
     return in_file(spec, w.axes) if isinstance(w, Packed) else spec
 
 
@@ -591,6 +612,24 @@ def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arra
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps) * weight).astype(x.dtype)
+
+
+def in_three(gate: jax.Array) -> jax.Array:
+    """A gate `[hidden, experts]` in float32 as `[hidden, 3 experts]` in bfloat16: three numbers, whose sum is exact."""
+    return jnp.concatenate([*split(gate)], 1)
+
+
+def logits_of(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, experts]`."""
+    if gate.dtype == x.dtype == jnp.bfloat16:  # products of two are exact in float32, so this is as precise
+        return sum_of_three(step_product(x, gate, dtype=jnp.float32))
+    gate = gate if gate.dtype == jnp.float32 else sum_of_three(gate.astype(jnp.float32))
+    return exact_product(x, gate.T)
+
+
+def sum_of_three(x: jax.Array) -> jax.Array:
+    first, second, third = jnp.split(x, 3, -1)
+    return first + (second + third)
 
 
 def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:

@@ -13,6 +13,9 @@ from jax_dsv4_fmha import PackedMatrix
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """what 3 bits of e2m1 stand for; the fourth is the sign"""
 
+TILE, BLOCK = 64, 128
+"""rows and columns of a `PackedMatrix` that lie together, and those that share a scale"""
+
 
 def unpacked(codes: jax.Array, scales: jax.Array | None, axes: tuple[int, ...], dtype: Any) -> jax.Array:
     """Codes `[…, rows, columns]` times their scales `[…, rows, blocks]`, with axes in the model's order."""
@@ -47,6 +50,31 @@ def in_file(spec: P, axes: tuple[int, ...]) -> P:
     """The PartitionSpec of a checkpoint's tensors whose axes, in the model's order, have this one."""
     padded = (*spec, *[None] * (len(axes) - len(spec)))
     return P(*(padded[axes.index(axis)] for axis in range(len(axes))))
+
+
+def of_data(spec: P, dims: int) -> P:
+    """The PartitionSpec of a `PackedMatrix`'s data of so many axes, where the model's matrix has this one: its columns
+    are the first axis, and its rows the last, of each of several with an axis between.
+    """
+    padded = (*spec, *[None] * (dims - 1 - len(spec)))
+    return P(*[None] * (dims - 3), padded[-1], padded[0])
+
+
+def one_matrix(w: Any) -> Any:
+    """A matrix `[columns, rows]`, or several side by side: the model's `[columns, several, rows]`. Of a packed one, the
+    part that a device has.
+    """
+    if not isinstance(w, PackedMatrix):
+        return w.reshape(len(w), -1)
+    *_, slabs, size = w.data.shape
+    data = w.data.reshape(-1, slabs, size)
+    rows, columns = TILE * len(data), TILE * slabs
+    return PackedMatrix(data, rows, columns, (columns, rows))
+
+
+def product(x: jax.Array, w: Any) -> jax.Array:
+    """x times `one_matrix`, with a gradient in x."""
+    return x @ (w.unpacked(x.dtype) if isinstance(w, PackedMatrix) else w)
 
 
 def is_packed(x: Any) -> bool:

@@ -62,6 +62,7 @@ def main(
     asked = None if port is None else listening(port, checkpoint, chat_template)
     with served(checkpoint, beginning, **how) as (server, words, first, mesh):
         server.compile()
+        server.keep(first)
         if asked is not None:
             serve_http(server, checkpoint, words, first, ends, *asked)
             return []
@@ -81,6 +82,8 @@ def main(
                 answers[number] = answer
         seconds = time.perf_counter() - began
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
+    if server.shared:
+        print(f"{server.shared} tokens of these prompts were kept from earlier ones")
     if server.drafted:
         accepted, drafted, each = server.accepted, server.drafted, 1 + server.accepted / server.steps
         print(f"{accepted} of {drafted} drafts were right; a place said {each:.2f} tokens a step")
@@ -103,6 +106,7 @@ def served(
     page: int = 256,
     pages: int = 0,
     speculate: int | None = None,
+    prefixes: int = 64,
     kept: str | None = None,
     packed: bool = False,
     precision: str | None = None,
@@ -133,12 +137,17 @@ def served(
         params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
         model = model.with_precision(precision)
         params = model.joined(params)
-        how = {"beginning": first, "speculate": speculate, "progress": progress, "readers": readers}
+        how = {"speculate": speculate, "progress": progress, "readers": readers, "prefixes": prefixes}
         server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         a_token, a_place = common.bytes_a_token(server.caches, pages * page)
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
         print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
+        if prefixes:
+            each = sum(x.nbytes for x in jax.tree.leaves(server.state.kept)) / prefixes
+            print(
+                f"{prefixes} beginnings of prompts may be kept: {each / 2**20:.2f} MiB of each, and pages", flush=True
+            )
         yield server, words, first, mesh
 
 
@@ -249,7 +258,7 @@ def arguments() -> dict:
     parser.add_argument("--wanted", type=common.at_least(1), default=64, help=wanted)
     options(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: the likeliest token; at most 2")
-    parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
+    parser.add_argument("--beginning", default="", help="what all requests begin with, read once")
     parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
     parser.add_argument(
         "--chat-template", help="a file in Jinja, with --port (default: the checkpoint's, if it has one)"
@@ -266,6 +275,7 @@ def options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         ("readers", 1, 1, "prompts read at once, at most"),
         ("page", 256, 1, "tokens of a page, a multiple of 128"),
         ("pages", 0, 0, "pages in the pool of each cache; 0: for all places"),
+        ("prefixes", 64, 0, "beginnings of prompts that are kept for later ones, at most; 0: none"),
         ("speculate", None, 0, "drafts of a request in a step, at most: the model's own, if it has layers for them"),
     ):
         default, said = defaults.get(name, (default, "as many as those make" if default is None else default))

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import PackedExperts, pack_experts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 
 from .model import SPLIT, Model
+from .packed import BLOCK
 
 
 def fits(model: Any, mesh: Mesh) -> bool:
@@ -38,10 +39,8 @@ def parameters(model: Model, mesh: Mesh, dtype: Any) -> dict[str, Any]:
         few = dataclasses.replace(model, layers=(layer,), hashed=int(i < model.hashed), seen=())
         key = layer, few.hashed
         if key not in programs:
-            make = without_experts(few, dtype, jax.tree.map(here, layer.partition(SPLIT)))
-            specs = thinned(few.partition())
-            its = jax.eval_shape(make, jax.random.key(0))["layers"][0]["attention"]
-            specs["layers"][0]["attention"] = layer.partition(SPLIT, params=its)
+            make = without_experts(few, dtype, jax.tree.map(here, layer.partition(SPLIT)), mesh.shape["expert"])
+            specs = few.partition(jax.eval_shape(make, jax.random.key(0)))
             programs[key] = jax.jit(make, out_shardings=jax.tree.map(here, specs))
         made = programs[key](jax.random.fold_in(jax.random.key(0), i))
         made["layers"][0]["moe"] |= make_experts(jax.random.fold_in(jax.random.key(1), i))
@@ -49,15 +48,31 @@ def parameters(model: Model, mesh: Mesh, dtype: Any) -> dict[str, Any]:
     return params
 
 
-def without_experts(model: Model, dtype: Any, shardings: Any = None) -> Callable[[jax.Array], dict[str, Any]]:
-    """Returns a function that makes a layer's random parameters, with those in FP8 that `load` keeps so, sharded so."""
+def without_experts(
+    model: Model, dtype: Any, shardings: Any = None, devices: int = 1
+) -> Callable[[jax.Array], dict[str, Any]]:
+    """Returns a function that makes a layer's random parameters, with those in FP8 that `load` keeps so.
+
+    shardings: of attention's matrices; devices: those that share out the shared expert.
+    """
+    has_blocks = model.hidden % BLOCK == 0 and model.inner % (BLOCK * devices) == 0
 
     def make(key: jax.Array) -> dict[str, Any]:
         params = thinned(model.init(key, dtype))
         (layer,), (p,) = model.layers, params["layers"]
-        return {**params, "layers": [{**p, "attention": layer.packed(p["attention"], shardings)}]}
+        moe = p["moe"]
+        if has_blocks:
+            moe = {**moe, "shared13": in_fp8(moe["shared13"].swapaxes(0, 1)), "shared2": in_fp8(moe["shared2"])}
+        return {**params, "layers": [{**p, "moe": moe, "attention": layer.packed(p["attention"], shardings)}]}
 
     return make
+
+
+def in_fp8(w: jax.Array) -> PackedMatrix:
+    """Matrices `[…, columns, rows]` of numbers up to 2 in FP8."""
+    rows = jnp.swapaxes(w, -1, -2)
+    blocks = *rows.shape[:-2], rows.shape[-2] // BLOCK, rows.shape[-1] // BLOCK
+    return pack_matrix((rows * 2**7).astype(jnp.float8_e4m3fn), jnp.full(blocks, 127 - 7, jnp.uint8))
 
 
 def thinned(params: dict[str, Any]) -> dict[str, Any]:

@@ -17,20 +17,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import PackedExperts, pack_experts
+from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 from jax_dsv4_fmha.layers import from_state_dict
 
 from .checkpoint import Checkpoint
 from .drafts import SHARED, DSpark
 from .engram import words
 from .model import Model
-from .packed import Packed, in_file, unpacked
+from .packed import BLOCK, TILE, Packed, in_file, of_data, unpacked
 
 OTHERS = r"vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
 """of what reads pictures"""
 STAY = re.compile(r".*(\.experts\.|\.engram\.wkv\.|\.main_proj\.)")
-"""matrices that the model takes packed; a shared expert is not, since each step would unpack it"""
+"""matrices that the model takes packed as the file has them"""
 ROUTED = re.compile(r".*\.ffn\.experts\.")
+SHARED_EXPERT = re.compile(r".*\.ffn\.shared_experts\.")
+GREATEST_SCALE = 128.0
+"""of a `PackedMatrix`"""
 MXFP4 = (1, 32)
 """the block of a scale, which is a power of two"""
 unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
@@ -184,6 +187,19 @@ def fits_fused_moe(checkpoint: Checkpoint, names: np.ndarray, block: tuple[int, 
     return True
 
 
+def fits_step_product(
+    checkpoint: Checkpoint, names: np.ndarray, block: tuple[int, int] | None, of_device: tuple[int, ...]
+) -> bool:
+    """True if these are matrices of a shared expert that `pack_matrix` takes, of which a device has whole blocks.
+
+    of_device: the rows and columns of its part.
+    """
+    if block != (BLOCK, BLOCK) or not SHARED_EXPERT.match(names.flat[0]) or any(n % BLOCK for n in of_device):
+        return False
+    scales = (np.asarray(checkpoint[checkpoint.scale(name)]).astype(np.float32) for name in names.flat)
+    return all(((np.frexp(x)[0] == 0.5) & (x <= GREATEST_SCALE)).all() for x in scales)
+
+
 def is_whole(spec: P, mesh: Mesh | None) -> bool:
     """True if a device has its experts' matrices whole: this PartitionSpec shares out no axis but the first."""
     return mesh is None or all(mesh.shape[name] == 1 for name in jax.tree.leaves(tuple(spec[1:])))
@@ -202,7 +218,8 @@ def load(
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
     in; with packed=True they stay in 4 or 8 bits: as `Packed`, or, routed experts in MXFP4 that no device has a part
-    of, laid out for `fused_moe`, and attention's projections as `from_state_dict` packs them. Neither has a gradient,
+    of, laid out for `fused_moe`, attention's projections as `from_state_dict` packs them, and shared experts in FP8 of
+    which devices have whole blocks as `pack_matrix` does, the gate before what it lets through. None has a gradient,
     and fused=False makes no use of `fused_moe`. Layers for drafts are left out of a `Model`, and what reads pictures.
     Engrams take words from tokenizer.json.
 
@@ -260,10 +277,27 @@ def load(
 
             return jax.tree.map(joined, *parts)
 
+        in_tensor = (*names.shape, *of_tensor)
+        of_file = sharding(in_file(spec, axes))
+
+        def shared_expert() -> PackedMatrix:
+            *_, rows, columns = in_tensor
+            parts = []
+            for device, index in of_file.addressable_devices_indices_map(in_tensor).items():
+                with jax.set_mesh(None):
+                    codes, scales = piece(index, device)  # of every row
+                    parts.append(pack_matrix(codes, scales[..., ::BLOCK, :]).data)
+            where, (*several, _, _) = sharding(of_data(spec, parts[0].ndim)), in_tensor
+            data = (*several, rows // TILE, columns // TILE, parts[0].shape[-1])
+            made = jax.make_array_from_single_device_arrays(data, where, parts)
+            return PackedMatrix(made, rows, columns, (*several, columns, rows))
+
         if packed and fused and fits_fused_moe(checkpoint, names, block) and is_whole(spec, mesh):
             return experts(sharding(P(spec[0])))
+        if packed and fits_step_product(checkpoint, names, block, of_file.shard_shape(in_tensor)[-2:]):
+            return shared_expert()
         if packed and block and STAY.match(names.flat[0]):
-            return Packed(*put((*names.shape, *of_tensor), sharding(in_file(spec, axes)), piece), axes)
+            return Packed(*put(in_tensor, of_file, piece), axes)
 
         def part(index: tuple[slice, ...], device: jax.Device) -> jax.Array:
             with jax.set_mesh(None):  # a program of this device alone

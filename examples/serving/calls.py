@@ -29,6 +29,8 @@ class Call(NamedTuple):
     """float32 `[rows]`"""
     seed: Any
     """uint32 `[rows]`"""
+    slot: Any
+    """int32 `[rows]`: where a chunk keeps the place as it is afterwards, beside its pages; -1 is nowhere"""
     tokens: Any
     """int32 `[rows, s]`: those of a chunk, or drafts that the host has found"""
     pages: Any
@@ -41,10 +43,10 @@ class Call(NamedTuple):
     @classmethod
     def unpacked(cls, packed: jax.Array, s: int) -> "Call":
         """The call on the device; s: its tokens of a row."""
-        place, start, most, *others = packed[:, :6].T
+        place, start, most, *others, slot = packed[:, :7].T
         dtypes = jnp.float32, jnp.float32, jnp.uint32
         sampling = (jax.lax.bitcast_convert_type(x, dtype) for x, dtype in zip(others, dtypes, strict=True))
-        return cls(place, start, most, *sampling, packed[:, 6 : 6 + s], packed[:, 6 + s :])
+        return cls(place, start, most, *sampling, slot, packed[:, 7 : 7 + s], packed[:, 7 + s :])
 
 
 class Flight(NamedTuple):
@@ -75,6 +77,8 @@ class State(NamedTuple):
     drafts: jax.Array
     """int32 `[places, n]`: the model's own drafts of what follows that, or -1 each"""
     caches: Any
+    kept: Any
+    """caches without pages, with a row for each prefix (prefixes.py), or None"""
 
 
 class Programs:
@@ -86,17 +90,29 @@ class Programs:
       page, chunk: in tokens.
       ahead: tokens of a step, at most.
       own_drafts: whether drafts are the model's own, and not the host's.
+      prefixes: how many are kept, at most.
     """
 
     def __init__(
-        self, model: Any, caches: Any, table: tuple[int, ...], page: int, chunk: int, ahead: int, own_drafts: bool
+        self,
+        model: Any,
+        caches: Any,
+        table: tuple[int, ...],
+        page: int,
+        chunk: int,
+        ahead: int,
+        own_drafts: bool,
+        prefixes: int,
     ) -> None:
         b, pages = table
         numbers = jnp.full(table, -1, jnp.int32), *(jnp.zeros(b, jnp.int32) for _ in range(2))
         numbers = *numbers, jnp.full((b, (ahead - 1) * own_drafts), -1, jnp.int32)
+        kept = None
+        if prefixes:
+            kept = jax.tree.map(lambda x: jnp.zeros((prefixes, *x.shape[1:]), x.dtype), caches.rings())
         if not jax.sharding.get_abstract_mesh().empty:
-            numbers = jax.device_put(numbers, jax.sharding.PartitionSpec())
-        state = State(*numbers, caches)
+            numbers, kept = jax.device_put((numbers, kept), jax.sharding.PartitionSpec())
+        state = State(*numbers, caches, kept)
         where = jax.tree.map(lambda x: x.sharding, state)
         # All stay where they are, and are bound to it: programs for what is not would be compiled again for results.
         self.state = jax.device_put(state, where)
@@ -116,8 +132,10 @@ class Programs:
             at = jnp.where(call.most > 0, call.place, b)
             numbers = (state.cached, call.most), (state.last, chosen[:, 0]), (state.drafts, -1)
             one, none = jnp.ones_like(chosen), jnp.zeros_like(chosen)
-            state = State(table, *(x.at[at].set(y, mode="drop") for x, y in numbers), state.caches.put(at, own))
-            return jnp.concatenate([one, none, chosen], 1), state
+            numbers = (x.at[at].set(y, mode="drop") for x, y in numbers)
+            kept, slot = state.kept, jnp.where(call.slot >= 0, call.slot, prefixes)
+            kept = kept.put(slot, own.rings()) if prefixes else None
+            return jnp.concatenate([one, none, chosen], 1), State(table, *numbers, state.caches.put(at, own), kept)
 
         def say(parameters: Any, state: State, packed: jax.Array) -> tuple[jax.Array, State]:
             call = Call.unpacked(packed, 0 if own_drafts else ahead - 1)
@@ -139,12 +157,13 @@ class Programs:
                 new, caches = model.propose(parameters, last, caches, jnp.where(says, cached, 0))
                 new = jnp.where(says[:, None], new[:, : ahead - 1], -1)
             found = jnp.concatenate([said[:, None], (lengths - start - says)[:, None], chosen], 1)
-            return found, State(table, cached, last, new, caches)
+            return found, State(table, cached, last, new, caches, state.kept)
 
-        def begin(state: State, place: int) -> State:
-            """Gives a place the pages and the rings of the last one."""
-            table = state.table.at[place].set(state.table[b - 1])
-            return state._replace(table=table, caches=state.caches.fork(b - 1, place))
+        def begin(state: State, numbers: jax.Array) -> State:
+            """Lets a place go on from a prefix: numbers are the place, the slot, and the place's row of the table."""
+            place, slot, row = numbers[:1], numbers[1:2], numbers[None, 2:]
+            caches = state.caches.put(place, state.kept.take(slot))
+            return state._replace(table=state.table.at[place].set(row, mode="drop"), caches=caches)
 
         self.read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
         self.say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)

@@ -41,6 +41,10 @@ class Request:
     said: list[int] = field(default_factory=list, init=False)
     error: Exception | None = field(default=None, init=False)
     """of `heard`, which ended this request and no other"""
+    shared: int = field(default=0, init=False)
+    """tokens that were not read since its last place was given to it: an earlier request had read them"""
+    chain: list[int] = field(default_factory=list, init=False, repr=False)
+    """the hashes of its first page, its first two pages, … : see `prefixes.chained`"""
     gone: bool = field(default=False, init=False)
     """whether nobody listens any more: see `Server.forget`"""
 
@@ -66,11 +70,13 @@ class Request:
     @property
     def tokens(self) -> np.ndarray:
         """int32: a copy of all of them."""
-        return self.part(0)
+        return np.array(self.part(0))
 
     def part(self, start: int, stop: int | None = None) -> np.ndarray:
-        """int32: the tokens from start to stop, or to the end; it takes as long as they are many."""
+        """int32: the tokens from start to stop, or to the end. Those of the prompt alone are a view."""
         n, stop = len(self.prompt), len(self) if stop is None else stop
+        if stop <= n:
+            return self.prompt[start:stop]
         said = np.asarray(self.said[max(start - n, 0) : max(stop - n, 0)], np.int32)
         return np.concatenate([self.prompt[start:stop], said])
 

@@ -7,8 +7,10 @@ positions that the new one does not see.
 
 Compressed entries are in pages, of which there are fewer than all places could fill. A request gets pages as it grows
 and gives them back at its end. It waits while there are none for its prompt. Where a request cannot grow, the last one
-that came gives its pages back and waits to be read again. One that could never fit is refused. All requests may begin
-alike (as with a system prompt): the pages of this beginning are read once and belong to all of them.
+that came gives its pages back and waits to be read again. One that could never fit is refused.
+
+A prompt may begin as an earlier one (as with a system prompt, or a chat that goes on). What was read of that one is
+kept up to the end of each chunk that is the end of a page (prefixes.py), and the later one is read from there on.
 
 With drafts a step takes several tokens of a place, which the model reads at once. The place says those that it would
 have said, and the token after them. The others are taken back, by a smaller length in the next step.
@@ -34,6 +36,7 @@ import numpy as np
 from .calls import Call, Flight, Programs
 from .lookup import Lookup
 from .pages import Pages
+from .prefixes import Prefix, Prefixes, chained
 from .request import Request, TooLong, checked_tokens, integer
 
 
@@ -42,21 +45,21 @@ class Server:
 
     Args:
       model: has `vocabulary`; `cache(b, room, dtype, block_table=, page_tokens=, pages=, steps=)`, which makes caches
-        with `with_block_table(table)`, `fork(source, target)`, `take(places)` and `put(places, taken)`; `read` and
-        `steps`, from (parameters, tokens `[b, s]`, caches, start `[b]`, lengths `[b]`) to logits `[b, vocabulary]` of
-        the last tokens, or `[b, s, vocabulary]` of all, and new caches; and a call from (parameters, tokens) to logits.
-        A model that drafts has `block`, too, and `propose`: see examples/deepseek_v4/drafts.py.
+        with `with_block_table(table)`, `take(places)`, `put(places, taken)` and `rings()`; `read` and `steps`, from
+        (parameters, tokens `[b, s]`, caches, start `[b]`, lengths `[b]`) to logits `[b, vocabulary]` of the last
+        tokens, or `[b, s, vocabulary]` of all, and new caches; and a call from (parameters, tokens) to logits. A model
+        that drafts has `block`, too, and `propose`: see examples/deepseek_v4/drafts.py.
       chunk: tokens of a prompt that are read at once.
       readers: prompts that are read at once, at most.
-      beginning: tokens with which all requests begin, whose whole pages are read once. One more place reads them, and
-        is idle from then on.
+      prefixes: beginnings of prompts that are kept for later ones, at most. Each takes as many bytes as a place has
+        besides pages. Its pages are taken from it when no others are free.
       speculate: drafts of a place in a step, at most: the model's own, or what came after the same tokens before in
         the same request.
       seed: from which requests that have none get one.
       progress: called with what is compiled and read before the first request, and how long it took.
 
     Raises:
-      ValueError: a size out of range, or a beginning for which there are not enough pages.
+      ValueError: a size out of range.
     """
 
     def __init__(
@@ -69,16 +72,17 @@ class Server:
         chunk: int,
         page: int,
         pages: int,
-        beginning: Sequence[int] | np.ndarray = (),
         speculate: int = 0,
         seed: int = 0,
         progress: Callable[[str], None] = lambda text: None,
         readers: int = 1,
+        prefixes: int = 64,
     ) -> None:
         sizes = {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages, "readers": readers}
         for name, size in sizes.items():
             integer(name, size, 1)
         integer("speculate", speculate, 0)
+        integer("prefixes", prefixes, 0)
         self.parameters, self.room, self.chunk, self.vocabulary = parameters, room, chunk, model.vocabulary
         own_drafts = speculate > 0 and hasattr(model, "propose")
         self.ahead = 1 + (min(speculate, model.block) if own_drafts else speculate)
@@ -86,18 +90,16 @@ class Server:
         self.readers = min(readers, places)
         self.longest = min(room, pages * page)
         """tokens of a request, at most"""
-        whole = len(beginning) // page * page
-        self.beginning = checked_tokens("beginning", beginning, self.vocabulary)[:whole] if whole else _none()
-        if whole >= self.longest:
-            raise ValueError(f"beginning: got {len(beginning)} tokens, wanted fewer than {self.longest} of whole pages")
-        b = places + (whole > 0)
-        self.served = range(places)
+        self.served, b = range(places), places
         self.places: list[Request | None] = [None] * b
         self.pages = Pages(b, room, page, pages)
+        self.prefixes = Prefixes(prefixes, self.pages) if prefixes else None
         self.waiting: deque[Request] = deque()
         self.lock = threading.Lock()
-        self.has_gone = self.has_begun = self.was_chunk = False
-        self.came = self.put_back = self.steps = self.drafted = self.accepted = 0
+        self.has_gone = self.was_chunk = False
+        self.came = self.put_back = self.shared = self.steps = self.drafted = self.accepted = 0
+        self.is_stuck = False
+        """whether the first request that waits has found too few pages, and nothing has changed since then"""
         self.seeds, self.progress = np.random.default_rng(seed), progress
         self.flight: Flight | None = None
         """the call that the host has not heard of"""
@@ -109,6 +111,8 @@ class Server:
         """tokens that the host knows; how many there will be, at most"""
         self.flying = _none(b)
         """tokens that the call in flight says, at most; if any, then at least one"""
+        self.is_new = np.zeros(b, bool)
+        """whether no chunk of it has been read"""
         self.since = _none(b)
         """the number of its request among all that got a place"""
         self.temperature, self.top_p = np.zeros((2, b), np.float32)
@@ -118,7 +122,7 @@ class Server:
 
         cache = {"page_tokens": page, "pages": pages, "steps": self.ahead}
         caches = model.cache(b, room, dtype, block_table=np.full_like(self.pages.table, -1), **cache)
-        self.programs = Programs(model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts)
+        self.programs = Programs(model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts, prefixes)
         self.state = self.programs.state
         self._alone = jax.jit(lambda parameters, tokens: model(parameters, tokens)[0].argmax(-1))
 
@@ -129,7 +133,7 @@ class Server:
     # ---- what others call
 
     def compile(self) -> None:
-        """Calls all programs once, with every place idle, and reads the beginning of all requests."""
+        """Calls all programs once, with every place idle."""
         of_step = f"steps of {self.ahead} {'token' if self.ahead == 1 else 'tokens'}"
         what_reads = f"chunks of {self.chunk} tokens"
         for what, is_step in ((what_reads, False), (of_step, True)):
@@ -137,9 +141,23 @@ class Server:
             began, nobody = time.perf_counter(), np.zeros(len(self.places), bool)
             jax.block_until_ready(self._run(is_step, self._step(nobody) if is_step else self._chunk(nobody)))
             self.progress(f"compiled it in {time.perf_counter() - began:.1f} s")
-        self._read_beginning()
-        if len(self.beginning):
-            self._begin_as_all(len(self.places) - 1)
+        if self.prefixes:
+            self._begin(len(self.places), 0, np.full_like(self.pages.table[0], -1))
+
+    def keep(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Reads whole pages of tokens with which prompts will begin, so that these are read from there on.
+
+        Call it while nobody else is served.
+
+        Raises:
+          ValueError: as `submit`.
+        """
+        n = len(tokens) // self.pages.page * self.pages.page
+        if n and self.prefixes:
+            self.progress(f"reading {n} tokens with which prompts will begin")
+            self.submit(Request(tokens[:n], 1))
+            while not self.is_idle:
+                self.work()
 
     @property
     def is_idle(self) -> bool:
@@ -150,19 +168,19 @@ class Server:
         """Lets a request wait for a place and for pages. Another thread than `work`'s may call it.
 
         Raises:
-          ValueError: the prompt has no tokens, has one that is not in the vocabulary, or begins otherwise than all do;
-            or a number is out of its range.
+          ValueError: the prompt has no tokens, or has one that is not in the vocabulary; or a number is out of its
+            range.
           TooLong: the request can never fit.
         """
-        alike = len(self.beginning)
         request.check()
         request.prompt = checked_tokens("prompt", request.prompt, self.vocabulary)
-        if len(request.prompt) <= alike or not np.array_equal(request.prompt[:alike], self.beginning):
-            raise ValueError(f"prompt: it does not go on from the {alike} tokens with which all requests begin")
         n = len(request.prompt) + request.wanted
         if n > self.longest:
             room = f"{len(self.pages.owners)} pages of {self.pages.page} and a room of {self.room}"
             raise TooLong(f"prompt: a request of {n} tokens, {request.wanted} to be said, for which {room} are too few")
+        request.chain = []
+        if self.prefixes:
+            chained(request, self.pages.page)
         with self.lock:
             if request.seed is None:
                 request.seed = int(self.seeds.integers(2**63))
@@ -178,7 +196,6 @@ class Server:
         Returns the requests that have ended. One whose `heard` raised has this as its `error`, and no other request
         knows of it. What a call itself raises is raised: then caches are lost, and the server with them.
         """
-        self._read_beginning()
         self._forget_gone()
         self._admit()
         ended = self._land() if self.lookup or self._is_short() else []
@@ -196,68 +213,83 @@ class Server:
 
     # ---- who has a place, and pages
 
-    def _read_beginning(self) -> None:
-        """Reads the beginning of all requests in the last place, which is idle from then on and keeps its pages."""
-        if not self.has_begun and len(self.beginning):
-            spare, n = len(self.places) - 1, len(self.beginning)
-            self.progress(f"reading the {n} tokens with which all requests begin")
-            self._take(spare, Request(self.beginning, 1))
-            self.pages.grow(spare, n)
-            while self.read[spare] < n:
-                self._run(False, self._chunk(np.arange(len(self.places)) == spare))
-            self._clear(spare)
-        self.has_begun = True
-
     def _forget_gone(self) -> None:
         if self.has_gone:
             self.has_gone = False
             with self.lock:
                 self.waiting = deque(request for request in self.waiting if not request.gone)
+            self.is_stuck = False
             for i in self.served:
                 if self.places[i] and self.places[i].gone:
                     self._leave(i)
 
     def _admit(self) -> None:
         """Gives free places to requests that wait, while there are pages for their prompts."""
-        for i in self.served if self.waiting else ():
+        for i in self.served if self.waiting and not self.is_stuck else ():
             if self.places[i] is None and self.waiting:
-                if len(self.beginning):
-                    self.pages.share(len(self.places) - 1, i)
-                if not self.pages.grow(i, len(self.waiting[0])):
+                request = self.waiting[0]
+                found = self.prefixes.longest(request) if self.prefixes else None
+                if found:
+                    self.pages.share(i, found.pages)
+                if not self._has_pages(i, len(request)):
                     self.pages.leave(i)
+                    self.is_stuck = True
                     return
                 self._take(i, self.waiting.popleft())
-                if len(self.beginning):
-                    self._begin_as_all(i)
-                    self.read[i] = len(self.beginning)
-                    if self.lookup:
-                        self.lookup.read(i, self.beginning)
+                if found:
+                    self._go_on(i, found)
 
-    def _begin_as_all(self, place: int) -> None:
-        self.state = self.programs.begin(self.state, place)
+    def _go_on(self, place: int, prefix: Prefix) -> None:
+        """Lets a place, which shares the pages of a prefix, go on from it."""
+        self._begin(place, prefix.slot, self.pages.table[place])
+        new, self.read[place] = prefix.tokens[self.read[place] :], len(prefix.tokens)
+        if self.lookup:
+            self.lookup.read(place, new)
+        self.shared += len(new)
+        self.places[place].shared = len(prefix.tokens)
+
+    def _begin(self, place: int, slot: int, pages: np.ndarray) -> None:
+        self.state = self.programs.begin(self.state, np.array([place, slot, *pages], np.int32))
+
+    def _has_pages(self, place: int, tokens: int) -> bool:
+        """Gives a place pages for this many tokens, those of prefixes if no others are free; False if too few are."""
+        if self.prefixes:
+            self.prefixes.make_room(int(self.pages.needed(tokens) - self.pages.counts[place]))
+        return self.pages.grow(place, tokens)
 
     def _take(self, place: int, request: Request) -> None:
         self.came += 1
         self.places[place], self.since[place] = request, self.came
         self.goal[place] = self.count[place] = len(request)
+        self.is_new[place], request.shared = True, 0
         self.total[place] = len(request.prompt) + request.wanted
         self.temperature[place], self.top_p[place] = request.temperature, request.top_p
         self.seed[place] = np.random.SeedSequence((request.seed or 0) % 2**64).generate_state(1)[0]
 
     def _leave(self, place: int) -> None:
         self.pages.leave(place)
+        self.is_stuck = False
         self._clear(place)
 
     def _clear(self, place: int) -> None:
         self.places[place] = None
-        for numbers in (self.read, self.goal, self.count, self.total, self.flying, self.since, self.temperature):
+        for numbers in (
+            self.read,
+            self.goal,
+            self.count,
+            self.total,
+            self.flying,
+            self.since,
+            self.is_new,
+            self.temperature,
+        ):
             numbers[place] = 0
         if self.lookup:
             self.lookup.clear(place)
 
     def _grow(self, place: int, tokens: int) -> None:
         """Gives a place pages for this many tokens. While there are none, the last request that came waits again."""
-        while self.places[place] and not self.pages.grow(place, tokens):
+        while self.places[place] and not self._has_pages(place, tokens):
             last = int(self.since.argmax())
             self.waiting.appendleft(self.places[last])
             self._leave(last)
@@ -277,13 +309,20 @@ class Server:
     def _is_short(self) -> bool:
         """True if there may be too few pages for the next step: whoever gives his back then has to be known whole."""
         more = self.pages.needed(self._most(self.ahead - 1)) - self.pages.counts
-        return bool(more[self._turns()[1]].clip(0).sum() > len(self.pages.free))
+        return bool(more[self._turns()[1]].clip(0).sum() > len(self.pages.free) + self.pages.idle)
 
     def _chunk(self, reads: np.ndarray) -> Call:
         """The next tokens of the places that read, as many of them as a call takes: those that came first."""
         which = np.flatnonzero(reads)
         which = which[np.argsort(self.since[which])][: self.readers]
+        for i in which[self.is_new[which]].tolist():  # what others have read since it came counts, too
+            if self.prefixes and (found := self.prefixes.longest(self.places[i], int(self.read[i]))):
+                self.pages.share(i, found.pages)
+                self._go_on(i, found)
+                self.is_stuck = False
+        self.is_new[which] = False
         place, (start, most) = np.full(self.readers, len(reads), np.int32), np.zeros((2, self.readers), np.int32)
+        slot = np.full(self.readers, -1, np.int32)
         place[: len(which)], start[: len(which)] = which, self.read[which]
         self.read[which] = most[: len(which)] = np.minimum(self.goal, self.read + self.chunk)[which]
         tokens = np.zeros((self.readers, self.chunk), np.int32)
@@ -292,7 +331,12 @@ class Server:
             tokens[row, : len(new)] = new
             if self.lookup:
                 self.lookup.read(i, new)
-        return self._call(place, start, most, tokens, self.chunk)
+            if self.prefixes and end % self.pages.page == 0:
+                kept = self.prefixes.keep(self.places[i], self.pages.table[i, : end // self.pages.page])
+                slot[slot == kept] = -1  # of a row before, if it is gone again
+                slot[row] = kept
+                self.is_stuck = False
+        return self._call(place, start, most, tokens, self.chunk, slot)
 
     def _step(self, says: np.ndarray) -> Call:
         """The last token of the places that say, and drafts of what follows it."""
@@ -304,16 +348,19 @@ class Server:
             tokens, drafts = self.lookup.drafts(np.arange(len(says)), self.ahead - 1)
         most = np.where(says, self._most(drafts), 0)
         for i in np.flatnonzero(self.pages.room < most).tolist():
-            if not self.pages.grow(i, int(most[i])):
+            if not self._has_pages(i, int(most[i])):
                 most[i] = self.pages.room[i]
         # The call in flight may say as many tokens as this one, and the new ones begin after them.
-        return self._call(np.arange(len(says), dtype=np.int32), (self.count - 1).clip(0), most, tokens, 2 * self.ahead)
+        place = np.arange(len(says), dtype=np.int32)
+        return self._call(place, (self.count - 1).clip(0), most, tokens, 2 * self.ahead, np.full_like(place, -1))
 
-    def _call(self, place: np.ndarray, start: np.ndarray, most: np.ndarray, tokens: np.ndarray, span: int) -> Call:
+    def _call(
+        self, place: np.ndarray, start: np.ndarray, most: np.ndarray, tokens: np.ndarray, span: int, slot: np.ndarray
+    ) -> Call:
         """A call of these rows; span: tokens from `start` on whose pages the device has to know."""
         of = np.minimum(place, len(self.places) - 1)
         pages = self.pages.holding(of, start, span)
-        return Call(place, start, most, self.temperature[of], self.top_p[of], self.seed[of], tokens, pages)
+        return Call(place, start, most, self.temperature[of], self.top_p[of], self.seed[of], slot, tokens, pages)
 
     def _run(self, is_step: bool, call: Call) -> jax.Array:
         """Begins a call, and a copy to the host of what it will have found."""

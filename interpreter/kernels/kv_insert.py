@@ -24,6 +24,11 @@ TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9}  # of an entry's greatest numb
 UNWRITTEN = 0x5A  # every byte of the cache before
 
 
+def numbers(variant: KvInsert) -> int:
+    """Returns how many an entry has."""
+    return variant.d + ROPE * variant.rope
+
+
 def summed(rows: Array, folded: int, ratio: int) -> Array:
     """float64 [3, d]: what is kept of the first `folded` tokens: of those in the last one's block."""
     rows = rows[(folded - 1) // ratio * ratio : folded].astype(np.float64)
@@ -60,7 +65,7 @@ class Problem:
     ) -> Problem:  # fmt: skip
         """counts: how many tokens of each sequence are new; the others of s are padding."""
         rng, b, d = np.random.default_rng(seed), len(lengths), variant.d
-        width = 2 * blocks * d if variant.pooled else d
+        width = 2 * blocks * d if variant.pooled else numbers(variant)
         ring = blocks * ratio + max(s, steps) - 1 if variant.pooled else 0
         if variant.running:
             ring = max(s, steps)
@@ -100,7 +105,7 @@ class Problem:
     @property
     def rows(self) -> Array:
         """float32 [b, s, width]"""
-        return self.joined[..., self.column : self.column + (self.state.shape[2] or self.variant.d)]
+        return self.joined[..., self.column : self.column + (self.state.shape[2] or numbers(self.variant))]
 
     @property
     def shape(self) -> dict[str, int]:
@@ -116,7 +121,7 @@ class Problem:
     def page_bytes(self) -> int:
         if self.variant.packing:
             return int(LAYOUTS[self.variant.packing].page_bytes(self.page))
-        return self.page * self.variant.d * 2
+        return self.page * numbers(self.variant) * 2
 
     @property
     def unpacked(self) -> Problem:
@@ -197,7 +202,8 @@ class Problem:
 
     def finished(self, n: int, k: int, x: Array) -> Array:
         """After norm, RoPE and the Hadamard transform, in float64."""
-        y = x / np.sqrt(np.mean(x * x) + EPS) * self.norm.astype(np.float64)
+        y, d = x.copy(), self.variant.d
+        y[:d] *= self.norm.astype(np.float64) / np.sqrt(np.mean(x[:d] ** 2) + EPS)
         pairs = (y[-ROPE::2] + 1j * y[-ROPE + 1 :: 2]) * np.exp(1j * self.angle[n, k].astype(np.float64))
         y[-ROPE::2], y[-ROPE + 1 :: 2] = pairs.real, pairs.imag
         if self.variant.hadamard:
@@ -260,10 +266,10 @@ def judge(x: Problem, got: tuple[Array, Array, Array, Array]) -> None:
             continue
         page, at = slot
         what = f"entry {index} of sequence {n}"
-        d, dtype = x.variant.d, np.dtype(x.variant.dtype)
+        d, dtype = numbers(x.variant), np.dtype(x.variant.dtype)
         rounded = (pages if exactly is None else exactly)[page, at * d * 2 : (at + 1) * d * 2]
-        numbers, want = rounded.view(dtype).astype(np.float64), x.finished(n, k, entry)
-        off = np.abs(numbers - want).max() / np.abs(want).max()
+        found, want = rounded.view(dtype).astype(np.float64), x.finished(n, k, entry)
+        off = np.abs(found - want).max() / np.abs(want).max()
         if not off <= TOLERANCE[x.variant.dtype]:
             raise Wrong(f"{what} is wrong: off by {off:.2g} of its greatest number")
         if exactly is None:

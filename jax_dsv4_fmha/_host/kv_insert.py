@@ -24,14 +24,15 @@ def kv_insert(
       cache: `[pages, page, d]`, bfloat16 or float16; with packing uint8 `[pages, page_bytes]`.
       rows: float32 `[b, s, columns]`, of s tokens of each sequence: from `column` on, a multiple of 4, kv, of d
         columns.
-      norm: float32 `[d]`, a weight.
+      norm: float32 `[d]`, a weight; with `rope` of fewer numbers, before the last 64.
       table: float32 `[b, n, 64]`, cos and sin of the position of each of the n entries that may be completed, the first
         of which pools the first row.
       bounds: int32 `[b, 1]`, tokens of a sequence, of which these are the last; or `[b, 2]`, and the position of the
         first one. Rows at later positions than the sequence has are padding.
       block_table: int32 `[b, pages of a sequence]`; None where page i belongs to sequence i.
       **params: column, by default 0; ratio, eps: tokens of a block, epsilon of the norm; packing: the layout of packed
-        entries, by default ""; hadamard: whether entries are transformed, by default False.
+        entries, by default ""; hadamard: whether entries are transformed, by default False; rope: whether the norm
+        leaves out RoPE's numbers, by default False.
     """
     return _call("kv_insert", (cache,), rows, norm, table, bounds, block_table, **params)
 
@@ -90,11 +91,12 @@ def _call(
     eps: float,
     packing: str = "",
     hadamard: bool = False,
+    rope: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs the custom call and returns the kept arrays anew. The last operand is the block table, or None."""
     *given, block_table = operands
     pages = jnp.zeros((given[0].shape[0], 0), jnp.int32) if block_table is None else block_table
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]
     attributes: dict[str, Any] = {"column": np.int64(column), "ratio": np.int64(ratio), "eps": np.float32(eps)}
-    attributes |= {"hadamard": np.int64(hadamard), "packing": packing}
+    attributes |= {"hadamard": np.int64(hadamard), "rope": np.int64(rope), "packing": packing}
     return tuple(call(target, results, *kept, *given, pages, aliases={i: i for i in range(len(kept))}, **attributes))

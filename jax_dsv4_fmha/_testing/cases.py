@@ -238,6 +238,7 @@ def _insert() -> tuple[InsertCase, ...]:
         *(InsertCase(s_q=3, ratio=r, features=("v4_fp4",)) for r in (4, 128)),
         *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",), ("index_fp4",))),
         *(InsertCase(s_q=4, ratio=r, features=(*x, "ragged")) for r in (0, 4, 128) for x in ((), ("v4_fp8",))),
+        *(InsertCase(s_q=3, d=576, features=x) for x in ((), ("v32_fp8",), ("v32_fp8", "ragged"))),
     )
 
 

@@ -33,6 +33,7 @@ class InsertCase(Case):
     op = "kv_insert"
 
     d: int = 512
+    """576: of 512 numbers that the norm covers, and RoPE's after them"""
     ratio: int = 0
     """tokens of a block; 0 where each token is an entry"""
     features: tuple[str, ...] = ()
@@ -45,6 +46,11 @@ class InsertCase(Case):
     @property
     def layout(self) -> str:
         return "".join(x for x in self.features if x != "ragged")
+
+    @property
+    def normed(self) -> int:
+        """Numbers of an entry that the norm covers."""
+        return self.d // 128 * 128
 
     @property
     def blocks(self) -> int:
@@ -69,7 +75,7 @@ class InsertCase(Case):
         elif self.ratio:
             state = Cache(normal(b, self.blocks * ratio + self.s_q - 1, self.width))
         ape = normal(ratio, self.width // 2) if self.ratio else None
-        made = Entries(1 + normal(self.d) / 4, _ROPE, _EPS, ratio, ape, is_transformed=self.d == 128)
+        made = Entries(1 + normal(self.normed) / 4, _ROPE, _EPS, ratio, ape, is_transformed=self.d == 128)
         rows = Rows(normal(b, self.s_q, self.width + 12), _COLUMN, self.width)
         lengths = jnp.asarray([n and n * ratio + min(n, self.s_q - 1) for n in _LENGTHS], jnp.int32)
         counts = np.resize([self.s_q, 0, 1], b)
@@ -93,7 +99,8 @@ class InsertCase(Case):
             limit = self._limit("float32")
             wrong = [f"entry {place} off by {x:.1e}" for place, x in errors.items() if not x <= limit]
             return wrong + ["other entries have changed"] * bool(found[untouched].any())
-        choices = {"d": self.d, "dtype": self.dtype, "packing": self.layout, "pooled": self.ratio > 0}
+        choices = {"d": self.normed, "dtype": self.dtype, "packing": self.layout, "pooled": self.ratio > 0}
+        choices["rope"] = self.d > self.normed
         operands = self.operands(self.dtype)
         if not library.variants_for("kv_insert", **choices, hadamard=self.d == 128):
             raise not_built(self.op, "cache", operands[0].entries, "entries that a kernel is built for", ("kv_insert",))
@@ -162,7 +169,8 @@ class InsertCase(Case):
 
     def _finished(self, x: Numbers, position: int, made: Entries) -> Numbers:
         """The entry after norm, RoPE and the Hadamard transform."""
-        y = x / np.sqrt(np.mean(x * x) + made.eps) * np.asarray(made.norm, np.float64)
+        y, part = x.copy(), slice(self.normed)
+        y[part] *= np.asarray(made.norm, np.float64) / np.sqrt(np.mean(x[part] ** 2) + made.eps)
         n = made.rotation.dims
         angle = (np.float32(position) * made.rotation.frequencies()).astype(np.float64)
         pairs = (y[-n::2] + 1j * y[-n + 1 :: 2]) * np.exp(1j * angle)

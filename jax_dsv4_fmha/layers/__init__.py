@@ -2,6 +2,7 @@
 hidden states to hidden states.
 """
 
+from ._few_rows import step_product
 from .attention import DSV4Attention
 from .compressor import Compressor
 from .config import from_config
@@ -35,6 +36,7 @@ __all__ = [
     "hadamard",
     "inverse_rope",
     "rope",
+    "step_product",
     "to_state_dict",
     "unzigzag",
     "zigzag",

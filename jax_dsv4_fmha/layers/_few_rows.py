@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _check
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
 from .._definitions.packed_matrix import FORMAT, PackedMatrix, unpacked
@@ -25,6 +26,7 @@ from .._dispatch.rope import normed_then_rotated, rotated
 from .._dispatch.support import Support
 from .._host import few_rows_product as raw
 from .._host import library
+from . import _operands
 from ._products import product
 from .hadamard import hadamard
 
@@ -57,6 +59,45 @@ def plain_product(x: jax.Array, w: Matrix, dtype: Any, kernel: bool) -> jax.Arra
         return call(x, _operand(w))[0]
     w = array_of(w, x.dtype)
     return product(x, w) if is_wide else jnp.einsum("bsk,kn->bsn", x, w)
+
+
+def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
+    """x `[b, s, k]` times w `[k, n]`, as a step's projections are multiplied: up to 128 rows by a kernel that reads w
+    once, where there is one. More rows, and other dtypes, are XLA's.
+
+    A row has the same bits in every batch of up to 128 rows.
+
+    Args:
+      x: bfloat16 or float32.
+      w: an array, or a `PackedMatrix` of k columns and n rows, which XLA unpacks where no kernel runs.
+      dtype: of the result: x's, which is the default, or float32. Sums are float32.
+
+    Returns:
+      `[b, s, n]`. On a kernel it has no gradient.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import pack_matrix
+      >>> from jax_dsv4_fmha.layers import step_product
+      >>> w = pack_matrix(jnp.ones((256, 128), jnp.float8_e4m3fn), jnp.full((2, 1), 0.5))
+      >>> step_product(jnp.ones((1, 1, 128)), w)[0, 0, :3].tolist()
+      [64.0, 64.0, 64.0]
+    """
+    op = "step_product"
+    if isinstance(w, PackedMatrix):
+        if w.data.ndim != 3:
+            raise _check.error(ValueError, op, "w", f"{len(w.data)} packed matrices", "one")
+        w = w.reshape(w.columns, w.rows)
+    else:
+        w = _check.array(op, "w", w, "floats[k, n]", lambda w: w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating))
+    x = _operands.hidden(op, "x", x, w.shape[0])
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if dtype not in (x.dtype, jnp.float32):
+        raise _check.error(ValueError, op, "dtype", dtype.name, " or ".join(dict.fromkeys((x.dtype.name, "float32"))))
+    return plain_product(x, w, dtype, True)
 
 
 def leaves_norm(x: jax.Array, w: Matrix, rank: int, *takers: bool) -> bool:

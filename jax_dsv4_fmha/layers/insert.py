@@ -2,7 +2,7 @@
 
     x = row                                a token's, each an entry
     x = Σ_t kv[t] · softmax_t(score[t])    a block's, whose earlier rows the state holds, when its last token comes
-    entry = rope(norm(x)), or hadamard(rope(norm(x)))
+    entry = rope(norm(x)), or hadamard(rope(norm(x))), or [norm(x), rope(x')], where x' follows x in a token's row
 
 Everything that depends on a token's own row alone is here, so that a step has one launch for each of its caches.
 """
@@ -40,7 +40,7 @@ class Entries(NamedTuple):
     """The form of a cache's entries, which rows make."""
 
     norm: jax.Array
-    """`[d]`, the norm's weight"""
+    """`[d]`, the norm's weight: of an entry's numbers; or of all but RoPE's, which follow them, without a norm"""
     rotation: Rope
     eps: float
     ratio: int = 1
@@ -83,8 +83,8 @@ def insert(
       cache: the cache of entries.
       state: where blocks are pooled, a ring of the rows of the last tokens: of all that an entry pools, and the other
         tokens of a step. Or running sums, with a ring of the tokens of a step.
-      rows: of the s tokens of each sequence from `start` on: kv, d columns; or, where blocks are pooled, kv and then
-        scores.
+      rows: of the s tokens of each sequence from `start` on: kv, a column for each number of an entry; or, where blocks
+        are pooled, kv and then scores.
       lengths: int32 `[b]`, with the new tokens; rows at `lengths` or later are padding and leave no trace.
       dtype: x's, to which an entry is rounded after every step.
       kernel: whether a kernel may run; the reference has a gradient.
@@ -101,6 +101,7 @@ def insert(
     layout = cache.layout if cache.is_packed else ""
     params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
     params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
+    params["rope"] = state is None and rows.width == entries.norm.shape[0] + entries.rotation.dims
     bounds = lengths[:, None] if start is None else jnp.stack([lengths, start], 1)
     of_batch = [*kept, rows.product, table, bounds]
     paged = cache.block_table is not None
@@ -145,7 +146,7 @@ def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity
 def _support(cache: Cache, entries: Entries, params: dict[str, Any], state: State) -> Support:
     choices = {"d": entries.norm.shape[0], "dtype": params["dtype"], "packing": params["packing"]}
     choices |= {"pooled": state is not None, "running": isinstance(state, RunningSums)}
-    choices["hadamard"] = entries.is_transformed
+    choices |= {"hadamard": entries.is_transformed, "rope": params["rope"]}
     got = ", ".join(f"{name}={x}" for name, x in choices.items())
     held = params["packing"] or cache.entries.dtype == params["dtype"]
     return Support(got, ("kv_insert",), library.shipped_for("kv_insert", **choices) if held else ())
@@ -166,6 +167,7 @@ def _inserted(
     packing: str,
     transforms: bool,
     dtype: str,
+    rope: bool,
     rounding: Rounding = None,
 ) -> Arrays:
     """The definition, where each sequence has its own page."""
@@ -173,7 +175,8 @@ def _inserted(
     table_of_pages = block_table[0] if block_table else None
     cache = Cache(pages, table_of_pages, packing) if packing else Cache(pages, table_of_pages)
     s, d = rows.shape[1], norm.shape[1]
-    rows, made = Rows(rows, column, state[0].shape[2] if state else d).take(), tuple(state)
+    width = state[0].shape[2] if state else d + rope * table.shape[2]
+    rows, made = Rows(rows, column, width).take(), tuple(state)
     lengths = bounds[:, 0]
     first = bounds[:, 1] if bounds.shape[1] > 1 else lengths - s
     positions = counted(first, 0, s)
@@ -190,7 +193,9 @@ def _inserted(
             ring = Cache(state[0]).append(rows, positions).entries
             entry, made = pool_ring(ring, index, d, ratio), (ring,)
         x = entry.astype(dtype)
-    x = rotated_pairs(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
+    normed = rms_norm(x[..., :d], norm[0], eps)
+    normed = jnp.concatenate([normed, x[..., d:]], -1) if rope else normed
+    x = rotated_pairs(normed[:, :, None], table, direction=1)[0][:, :, 0]
     x = hadamard(x) if transforms else x
     return cache.append(rounded(x, rounding), index).entries, *made
 

@@ -28,6 +28,7 @@ from ._norm import rms_norm
 from ._products import product
 from .compressor import kept_at
 from .indexer import Indexer, in_8_bits, index_query
+from .insert import Entries, Rows, insert
 from .outputs import LayerCache, Output, Shared, check_pages
 from .pooling import counted
 from .rope import Rope, rope
@@ -330,7 +331,8 @@ class LatentAttention:
         if lengths is None:
             self._fits(cache, start if isinstance(start, jax.Array) else start + s)
             lengths = first + s
-        return self._continued(params, x, first, lengths, cache, shared, indices, options, is_step=False)
+        of_chunk = {"is_step": False, "is_ragged": True}
+        return self._continued(params, x, first, lengths, cache, shared, indices, options, **of_chunk)
 
     def step(
         self,
@@ -368,7 +370,8 @@ class LatentAttention:
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         first = lengths - s if start is None else _check.offset(_OP, "start", start, {"b": b})
         first = jnp.broadcast_to(first, (b,))
-        return self._continued(params, x, first, lengths, cache, shared, indices, options, is_step=True)
+        of_step = {"is_step": True, "is_ragged": start is not None}
+        return self._continued(params, x, first, lengths, cache, shared, indices, options, **of_step)
 
     def _checked(self, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
         """Raises unless a call's operands are of this layer; (b, s)."""
@@ -416,13 +419,14 @@ class LatentAttention:
         indices: jax.Array | None,
         options: Mapping[str, Any],
         is_step: bool,
+        is_ragged: bool,
     ) -> Output:
         """Tokens after cached ones, with y 0 where they are padding."""
         b, s = x.shape[:2]
         self._fits(cache, lengths)
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
         new, seen = (
-            _New(cache, kept_at(first, lengths, s), first, lengths, is_step),
+            _New(cache, kept_at(first, lengths, s), first, lengths, is_step, is_ragged),
             Span.causal(s, first) & Span.lengths(lengths),
         )
         out = self._attended(params, x, counted(first, 0, s), seen, new, shared, indices, options)
@@ -441,21 +445,19 @@ class LatentAttention:
     ) -> Output:
         """Tokens at positions, of which each sees some keys."""
         weights = {name: w if name == "indexer" else w.astype(x.dtype) for name, w in params.items() if name != "sink"}
-        kv = x @ weights["wkv"]
-        kv = jnp.concatenate(
-            [rms_norm(kv[..., : self.latent], params["kv_norm"], self.eps), kv[..., self.latent :]], -1
-        )
-        held: Any = kv if self.rope is None else rope(kv, positions, self.rope)
+        held: Any
         c, cache = x, None
+        if new is None:
+            held = self._latents(params, weights, x, positions)
+        else:
+            held = self._extended(params, weights, x, positions, new, options["implementation"] != "reference")
+            cache = new.cache._replace(window=held)
         if self.q_rank:
             c = rms_norm(x @ weights["wq_a"], params["q_norm"], self.eps)
         q = jnp.einsum("bsr,rhd->bshd", c, weights["wq_b" if self.q_rank else "wq"])
         q_latent = jnp.einsum("bshn,lhn->bshl", q[..., : self.nope], weights["w_uk"])
         q = jnp.concatenate([q_latent, q[..., self.nope :]], -1)
         q = q if self.rope is None else rope(q, positions, self.rope)
-        if new is not None:
-            cache = new.cache._replace(window=new.cache.window.append(held, new.kept))
-            held = cache.window
         chosen, cache = self._chosen(params, x, c, positions, seen, new, cache, given)
         options = {"d_v": self.latent, "sink": params.get("sink"), "scale": self._scale, **options}
         indices = chosen if chosen is not None or not self.sparse else (shared or Shared()).indices
@@ -474,6 +476,27 @@ class LatentAttention:
             o = o * jax.nn.sigmoid(jnp.einsum("bsm,mhv->bshv", x, weights["gate"]))
         y = jnp.einsum("bshv,hvm->bsm", o, weights["wo"])
         return Output(y, cache, Shared(indices=chosen), None)
+
+    def _latents(self, params: Any, weights: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """`[b, s, latent + turned]`"""
+        kv = x @ weights["wkv"]
+        kv = jnp.concatenate(
+            [rms_norm(kv[..., : self.latent], params["kv_norm"], self.eps), kv[..., self.latent :]], -1
+        )
+        return kv if self.rope is None else rope(kv, positions, self.rope)
+
+    def _extended(
+        self, params: Any, weights: Any, x: jax.Array, positions: jax.Array, new: "_New", kernel: bool
+    ) -> Cache:
+        """The window with new tokens; kernel: whether one may insert a step's, which has no gradient."""
+        window = new.cache.window
+        if not new.is_step or self.rope is None:
+            return window.append(self._latents(params, weights, x, positions), new.kept)
+        with jax.named_scope("append"):
+            rows = Rows(product(x, weights["wkv"]), 0, self.latent + self.turned)
+            entries = Entries(params["kv_norm"], self.rope, self.eps)
+            start = new.first if new.is_ragged else None
+            return insert(window, None, rows, entries, new.lengths, x.dtype, kernel, start)[0]
 
     @property
     def _scale(self) -> float:
@@ -532,6 +555,8 @@ class _New(NamedTuple):
     """int32 `[b]`"""
     is_step: bool
     """whether they are few"""
+    is_ragged: bool
+    """whether sequences may have different numbers of them; if not, all have as many as there are"""
 
 
 def _sparse(

@@ -99,17 +99,42 @@ class LayerCache(NamedTuple):
         return self._replace(**jax.tree.map(lambda x: x[sequences], self._own()), **tables)
 
     def put(self, sequences: jax.Array, taken: "LayerCache") -> "LayerCache":
-        """The caches of all, with what came of those that `take` gave. A number of no sequence changes nothing."""
+        """The caches of all, with what came of those that `take` gave. A number of no sequence changes nothing.
+
+        Pools stay as they are where `taken` has none: see `rings`.
+        """
         pools = {
-            name: dataclasses.replace(x, entries=getattr(taken, name).entries) for name, x in self._pools().items()
+            name: dataclasses.replace(x, entries=new.entries)
+            for name, x in self._pools().items()
+            if (new := getattr(taken, name)) is not None
         }
         b, new = self._batch("put"), taken._own()
         at = jnp.where(sequences >= 0, sequences, b)  # row b is none
         own = jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), self._own(), new)
         return self._replace(**own, **pools)
 
+    def rings(self) -> "LayerCache":
+        """The caches without those in pages, which are None: all else that a sequence has at its last token.
+
+        A copy of some of its rows is a snapshot. With the pages of that time, `put` lets a sequence go on from
+        there.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
+          >>> sizes = dict(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+          >>> layer = DSV4Attention(**sizes, ratio=16, compressor=Compressor(64, 32, 16))
+          >>> cache = layer.cache(2, 64, jnp.float32, block_table=jnp.arange(4).reshape(2, 2))
+          >>> snapshot = cache.rings().take(jnp.array([0]))
+          >>> cache = cache.put(jnp.array([1]), snapshot)
+        """
+        nothing: dict[str, Any] = dict.fromkeys(self._pools())
+        return self._replace(**nothing)
+
     def _batch(self, op: str) -> int:
         """The number of sequences, whose rows an op gathers or scatters."""
+        if self.window is None:  # it is in pages, and so is all else
+            return 0
         if axes := jax.typeof(self.window.entries).sharding.spec[0]:
             got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
             raise _check.error(NotImplementedError, op, "cache", got, wanted)

@@ -8,6 +8,8 @@ from .ptx import bits_of, float_of, to_e4m3
 
 GREATEST = 448.0  # of e4m3
 LEAST = 1e-4  # the least amax of a row
+INFINITY, NAN = 0x7F800000, 0x7FC00000  # bits of a float32
+NANS = 0x7F7F7F7F  # four codes
 
 
 def amax(numbers: cute.Tensor, lanes: int) -> Int32:
@@ -23,13 +25,26 @@ def amax(numbers: cute.Tensor, lanes: int) -> Int32:
 
 
 @cute.jit
-def quantized(numbers: cute.Tensor, lanes: cutlass.Constexpr) -> tuple[cute.Tensor, Float32]:
-    """A lane's codes, four in a word, and the scale of the row that so many lanes have."""
-    most = float_of(amax(numbers, lanes))
-    scale = (Float32(LEAST) if most < LEAST else most) * (1 / GREATEST)
+def quantized(
+    numbers: cute.Tensor,
+    lanes: cutlass.Constexpr,
+    least: cutlass.Constexpr = LEAST,
+    is_nan_for_all: cutlass.Constexpr = False,
+) -> tuple[cute.Tensor, Float32]:
+    """A lane's codes, four in a word, and the scale of the row that so many lanes have.
+
+    is_nan_for_all: whether one number that is not finite makes the row NaN.
+    """
+    bits = amax(numbers, lanes)
+    if cutlass.const_expr(is_nan_for_all):
+        bits = bits if bits < INFINITY else Int32(NAN)
+    most = float_of(bits)
+    scale = (Float32(least) if most < least else most) * (1 / GREATEST)
     words = cute.make_rmem_tensor(cute.size(numbers) // 4, Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
         words[i] = to_e4m3(*(numbers[4 * i + j] / scale for j in range(4)))
+        if cutlass.const_expr(is_nan_for_all):
+            words[i] = words[i] if bits < INFINITY else Uint32(NANS)
     return words, scale
 
 

@@ -13,11 +13,12 @@ PARTS = 3  # numbers of a column: the greatest score, the sum of weights, and th
 @dataclass(frozen=True)
 class Config:
     dtype: str  # of an entry's numbers, which are rounded to it after each step
-    d: int  # numbers of an entry
+    d: int  # numbers of an entry that the norm covers
     packing: str = ""  # of `CACHED`; "" where the cache holds numbers of dtype
     pooled: bool = False  # whether an entry pools a block of tokens; else each token is one
     hadamard: bool = False
     running: bool = False  # whether tokens leave sums behind; a thread then has one column of kv and of scores
+    rope: bool = False  # whether RoPE's numbers follow those, without a norm; else they are the last of them
     tile_n: int = 1
 
     @property
@@ -52,8 +53,18 @@ class Config:
 
     @property
     def numbers(self) -> int:
-        """Numbers of an entry that a lane has; they are neighbours."""
+        """Numbers of an entry under its norm that a lane has; they are neighbours."""
         return self.d // WARP
+
+    @property
+    def after(self) -> int:
+        """Numbers that a lane has of those after them."""
+        return ROPE // WARP if self.rope else 0
+
+    @property
+    def entry(self) -> int:
+        """Numbers of an entry."""
+        return self.d + self.after * WARP
 
     @property
     def layout(self) -> Packing | None:
@@ -66,3 +77,5 @@ class Config:
     def __post_init__(self):
         if self.d % (COLUMNS * WARP) or ROPE % self.numbers:
             raise ValueError(f"d must be a multiple of {COLUMNS * WARP} up to {ROPE * WARP}, got {self.d}")
+        if self.rope and (self.pooled or self.hadamard):
+            raise ValueError("RoPE's numbers follow those of a token alone, and are not transformed")

@@ -5,8 +5,10 @@
     then        norm, RoPE of the last 64 numbers, Hadamard transform; packed, to slot or page  a warp an entry
 
 A row of a pooled token has kv and then the score. With two blocks an entry pools the block before too, by the first
-half of kv's columns, and its own by the second. `layers/compressor.py` says what is computed. Where blocks are long,
-the ring has only the tokens that may be taken back; those before them are in the running sums of the block.
+half of kv's columns, and its own by the second. The norm may cover the first 512 numbers of a token's row alone; then
+RoPE turns the 64 after them, and each lane has a pair of these. `layers/compressor.py` says what is computed. Where
+blocks are long, the ring has only the tokens that may be taken back; those before them are in the running sums of the
+block.
 
 It is bound by latency: a step brings a few kilobytes. So an entry is pooled only in the step that completes its block,
 all of a thread's loads are under way together, and what follows needs no other thread than those of one warp.
@@ -126,7 +128,12 @@ class KvInsertKernel(Kernel):
             if (position >= 0) & (position < length):
                 numbers = cute.make_rmem_tensor(c.numbers, Float32)
                 read(arrays.rows + (Int64(token) * n.columns + n.column + thread % WARP * c.numbers), numbers)
-                self.insert(numbers, sequence, i, position, arrays, n)
+                after = None
+                if cutlass.const_expr(c.rope):
+                    after = cute.make_rmem_tensor(c.after, Float32)
+                    column = n.column + (c.d + thread % WARP * c.after)
+                    read(arrays.rows + (Int64(token) * n.columns + column), after)
+                self.insert(numbers, after, sequence, i, position, arrays, n)
 
     @cute.jit
     def pool_blocks(self, arrays: Arrays, n: Extents):
@@ -151,7 +158,7 @@ class KvInsertKernel(Kernel):
                     numbers = cute.make_rmem_tensor(c.numbers, Float32)
                     for j in cutlass.range_constexpr(c.numbers):
                         numbers[j] = pooled[thread * c.numbers + j]
-                    self.insert(numbers, sequence, k, entry, arrays, n)
+                    self.insert(numbers, None, sequence, k, entry, arrays, n)
 
     @cute.jit
     def pool_running(self, arrays: Arrays, n: Extents):
@@ -207,7 +214,7 @@ class KvInsertKernel(Kernel):
                 numbers = cute.make_rmem_tensor(c.numbers, Float32)
                 for j in cutlass.range_constexpr(c.numbers):
                     numbers[j] = pooled[column * c.numbers + j]
-                self.insert(numbers, sequence, Int32(0), entry, arrays, n)
+                self.insert(numbers, None, sequence, Int32(0), entry, arrays, n)
 
     @cute.jit
     def bounds(self, sequence: Int32, arrays: Arrays, n: Extents) -> tuple[Int32, Int32]:
@@ -286,15 +293,30 @@ class KvInsertKernel(Kernel):
                 parts[column + j, i, group] = numbers[j]
 
     @cute.jit
-    def insert(self, numbers: cute.Tensor, sequence: Int32, k: Int32, index: Int32, arrays: Arrays, n: Extents):
-        """A warp inserts entry `index` of a sequence, whose row of the table is k, from each lane's numbers of it."""
+    def insert(
+        self,
+        numbers: cute.Tensor,
+        after: cute.Tensor | None,
+        sequence: Int32,
+        k: Int32,
+        index: Int32,
+        arrays: Arrays,
+        n: Extents,
+    ):
+        """A warp inserts entry `index` of a sequence, whose row of the table is k, from each lane's numbers of it.
+
+        after: those of RoPE, if they follow the ones that the norm covers; else they are the last of these.
+        """
         c, lane = self.config, cute.arch.lane_idx()
-        first = WARP - ROPE // c.numbers  # of the lanes whose numbers are turned
-        weight, turns = (cute.make_rmem_tensor(c.numbers, Float32) for _ in range(2))
+        turned, count = (after, c.after) if cutlass.const_expr(c.rope) else (numbers, c.numbers)
+        first = WARP - ROPE // count  # of the lanes whose numbers are turned
+        weight, turns = (cute.make_rmem_tensor(x, Float32) for x in (c.numbers, count))
         read(arrays.norm + lane * c.numbers, weight)
-        at = (Int64(sequence) * n.n + k) * ROPE + cutlass.max(lane - first, 0) * c.numbers
+        at = (Int64(sequence) * n.n + k) * ROPE + cutlass.max(lane - first, 0) * count
         read(arrays.table + at, turns)
         rounded(numbers, self.dtype)
+        if cutlass.const_expr(c.rope):
+            rounded(after, self.dtype)
         squares = Float32(0.0)
         for j in cutlass.range_constexpr(c.numbers):
             squares = squares + numbers[j] * numbers[j]
@@ -304,19 +326,27 @@ class KvInsertKernel(Kernel):
         for j in cutlass.range_constexpr(c.numbers):
             numbers[j] = numbers[j] * r * weight[j]
         rounded(numbers, self.dtype)
-        for j in cutlass.range_constexpr(0, c.numbers, 2):
-            a, b = numbers[j], numbers[j + 1]
+        for j in cutlass.range_constexpr(0, count, 2):
+            a, b = turned[j], turned[j + 1]
             cos = turns[j] if lane >= first else Float32(1.0)
             sin = turns[j + 1] if lane >= first else Float32(0.0)
-            numbers[j], numbers[j + 1] = a * cos - b * sin, a * sin + b * cos
-        rounded(numbers, self.dtype)
+            turned[j], turned[j + 1] = a * cos - b * sin, a * sin + b * cos
+        rounded(turned, self.dtype)
         if cutlass.const_expr(c.hadamard):
             hadamard(numbers, lane, c.d)
             rounded(numbers, self.dtype)
-        self.write(numbers, sequence, index, arrays, n)
+        self.write(numbers, after, sequence, index, arrays, n)
 
     @cute.jit
-    def write(self, numbers: cute.Tensor, sequence: Int32, index: Int32, arrays: Arrays, n: Extents):
+    def write(
+        self,
+        numbers: cute.Tensor,
+        after: cute.Tensor | None,
+        sequence: Int32,
+        index: Int32,
+        arrays: Arrays,
+        n: Extents,
+    ):
         """To its slot of the sequence's page, or of the page that the table names, if there is one."""
         c = self.config
         page, at, there = sequence, index % n.page, True
@@ -326,10 +356,12 @@ class KvInsertKernel(Kernel):
             there = (page >= 0) & (page < n.pages)
         if there:
             if cutlass.const_expr(c.layout is not None):
-                write_packed(numbers, arrays.cache + Int64(page) * n.page_bytes, at, n.page, c)
+                write_packed(numbers, after, arrays.cache + Int64(page) * n.page_bytes, at, n.page, c)
             else:
-                entry = arrays.cache + (Int64(page) * n.page + at) * c.d
+                entry = arrays.cache + (Int64(page) * n.page + at) * c.entry
                 write_rounded(numbers, entry + cute.arch.lane_idx() * c.numbers)
+                if cutlass.const_expr(c.rope):
+                    write_rounded(after, entry + (c.d + cute.arch.lane_idx() * c.after))
 
     def examples(self, variant: KvInsert) -> tuple:
         cache = "bytes" if variant.packing else "cache"
@@ -338,7 +370,8 @@ class KvInsertKernel(Kernel):
 
 
 def read(source: cute.Pointer, target: cute.Tensor) -> None:
-    cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(cute.size(target))), target)
+    count = cute.size(target)
+    cute.autovec_copy(cute.make_tensor(source.align(min(4 * count, 16)), cute.make_layout(count)), target)
 
 
 def clear(block: cute.Tensor) -> None:
@@ -376,5 +409,5 @@ def write_rounded(numbers: cute.Tensor, target: cute.Pointer) -> None:
 
 
 def compile(variant: KvInsert, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.d, variant.packing, variant.pooled, variant.hadamard, variant.running)
-    return KvInsertKernel(config).compile(variant, out_dir)
+    kind = variant.packing, variant.pooled, variant.hadamard, variant.running, variant.rope
+    return KvInsertKernel(Config(variant.dtype, variant.d, *kind)).compile(variant, out_dir)

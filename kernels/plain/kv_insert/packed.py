@@ -7,28 +7,37 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint16, Uint32
 
-from kernels.lib.fp8_rows import GREATEST, amax, quantized, write_words
+from kernels.lib.fp8_rows import GREATEST, INFINITY, amax, quantized, write_words
 from kernels.lib.ptx import bits_of, clip, float_of, power_of_two, round_pair, to_e4m3
 from kernels.lib.rows import WARP, store
 from kernels.packings import ROPE
 
 from .config import Config
 
-INFINITY = 0x7F800000  # bits of a float32
-MANTISSA = 0x7FFFFF
+MANTISSA = 0x7FFFFF  # bits of a float32
 GREATEST_OF_E2M1 = 6.0
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between magnitudes of e2m1; in the middle the even code is next
 IN_E2M1 = ("v4_fp4", "index_fp4")
 LEAST = {"v4_fp8": -13, "v41_fp8": -22} | dict.fromkeys(IN_E2M1, -126)  # exponents of the least scales
 MOST = dict.fromkeys(IN_E2M1, 121)  # of the greatest, if there are such
+LEAST_OF_LATENTS = 2.0**-100  # the least amax, where scales are float32
 WITH_BF16 = ("v4_fp8", "v4_fp4")  # the last numbers are in bf16
 
 
 @cute.jit
-def write_packed(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: Int32, c: cutlass.Constexpr[Config]):
-    """Writes entry `at` of a page of so many entries."""
+def write_packed(
+    numbers: cute.Tensor,
+    after: cute.Tensor | None,
+    page: cute.Pointer,
+    at: Int32,
+    entries: Int32,
+    c: cutlass.Constexpr[Config],
+):
+    """Writes entry `at` of a page of so many entries; after: the numbers of RoPE, if they follow."""
     if cutlass.const_expr(c.packing == "index_fp8"):
         write_key(numbers, page, at, entries, c)
+    elif cutlass.const_expr(c.rope):
+        write_latent_beside_rope(numbers, after, page, at, c)
     else:
         write_latent(numbers, page, at, entries, c)
 
@@ -96,6 +105,21 @@ def codes_of(numbers: list[Float32], a_word: int) -> Uint32:
             code = code + Uint32(size >= middle if below % 2 else size > middle)
         word = word | code << (4 * i)
     return word
+
+
+@cute.jit
+def write_latent_beside_rope(
+    numbers: cute.Tensor, after: cute.Tensor, page: cute.Pointer, at: Int32, c: cutlass.Constexpr[Config]
+):
+    """e4m3 with a float32 scale for each group, and RoPE's numbers in bf16 after the scales."""
+    lane, layout, group = cute.arch.lane_idx(), c.layout, c.layout.group // c.numbers
+    entry = page + at * layout.entry
+    words, scale = quantized(numbers, group, LEAST_OF_LATENTS, True)
+    write_words(words, entry + lane * c.numbers, c.numbers // 4)
+    if lane % group == 0:
+        store(cute.recast_ptr((entry + (layout.values + lane // group * 4)).align(4), dtype=Float32), scale)
+    words[0] = round_pair(after[0], after[1], BFloat16)
+    write_words(words, entry + (layout.values + layout.scales + lane * 4), 1)
 
 
 @cute.jit
