@@ -18,6 +18,8 @@ class Grouped(NamedTuple):
 
     list: jax.Array
     """int32 `[rows]`, the choice in each place"""
+    source: jax.Array
+    """the same, and 0 for those of no expert: to gather one row again and again takes no time"""
     first: jax.Array
     """int32 `[e]`, the first place of each expert"""
     sizes: jax.Array
@@ -40,7 +42,9 @@ def grouped(chosen: jax.Array, e: int) -> Grouped:
     its = jnp.minimum((ends <= tile[:, None]).sum(1, dtype=jnp.int32), e - 1)
     past = (tile - (ends - parts)[its]) * raw.TILE  # rows of the expert in tiles before
     tiles = jnp.stack([its, first[its] + past, jnp.minimum(sizes[its] - past, raw.TILE), jnp.zeros_like(its)], 1)
-    return Grouped(_sorted(group, e), first, sizes, tiles, ends[-1:])
+    places = _sorted(group, e)
+    source = jnp.where(jnp.arange(group.shape[0], dtype=jnp.int32) < first[-1] + sizes[-1], places, 0)
+    return Grouped(places, source, first, sizes, tiles, ends[-1:])
 
 
 def _sorted(group: jax.Array, e: int) -> jax.Array:
@@ -57,10 +61,10 @@ def forward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: floa
     """The sum over each token's experts, and `[b, s, c, 2, n]` in x's dtype: what gates and up projections make."""
     (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
     by = grouped(chosen, e)
-    rows = jnp.take(x.reshape(-1, k), by.list // c, 0, mode="clip")
+    rows = jnp.take(x.reshape(-1, k), by.source // c, 0, mode="clip")
     where = by.list, by.tiles, by.tile_count
     made = raw.expert_product(rows, w13.reshape(e, 2 * n, k), *where)
-    inner = _inner(jnp.take(made, by.list, 0, mode="clip"), jnp.take(weights.reshape(-1), by.list), limit)
+    inner = _inner(jnp.take(made, by.source, 0, mode="clip"), jnp.take(weights.reshape(-1), by.source), limit)
     y = raw.expert_product(inner.astype(x.dtype), w2[0], *where)
     return _summed(y, chosen, e, x), made.reshape(*chosen.shape, 2, n)
 
@@ -70,9 +74,12 @@ def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy
     (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
     by = grouped(chosen, e)
     where = by.list, by.tiles, by.tile_count
-    rows, of_rows = (jnp.take(a.reshape(-1, k), by.list // c, 0, mode="clip") for a in (x, dy))
-    given, weight = jnp.take(made.reshape(-1, 2 * n), by.list, 0, mode="clip"), jnp.take(weights.reshape(-1), by.list)
-    of_inner = jnp.take(raw.expert_product(of_rows, w2[0], *where, turned=True), by.list, 0, mode="clip")
+    rows, of_rows = (jnp.take(a.reshape(-1, k), by.source // c, 0, mode="clip") for a in (x, dy))
+    given, weight = (
+        jnp.take(made.reshape(-1, 2 * n), by.source, 0, mode="clip"),
+        jnp.take(weights.reshape(-1), by.source),
+    )
+    of_inner = jnp.take(raw.expert_product(of_rows, w2[0], *where, turned=True), by.source, 0, mode="clip")
     inner, back = jax.vjp(lambda made, weight: _inner(made, weight, limit), given.astype(jnp.float32), weight)
     of_given, of_weight = back(of_inner.astype(jnp.float32))
     inner, of_given = inner.astype(x.dtype), of_given.astype(x.dtype)
