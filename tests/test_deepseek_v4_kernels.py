@@ -63,14 +63,14 @@ def test_sinkhorn_on_a_gpu(shape, cuda):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_experts_are_lowered_for_cuda(dtype):
-    """Experts of a model are one call of ours, in a mesh too, and three of its gradient; those of float32 are none."""
+    """Experts of a model are a call of ours, in a mesh too; those of float32 are none."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
     model = Model.from_config(common.small() | sizes | {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 8})
     with common.mesh_of(1, 1, 1):
         params = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
         moe = params["layers"][0]["moe"], params["routing"][0]
         x = jax.ShapeDtypeStruct((4, 1, model.hidden), dtype), jax.ShapeDtypeStruct((4, 1), jnp.int32)
-        text = jax.jit(model.moe).trace(*moe, *x).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(functools.partial(model.moe, is_trained=True)).trace(*moe, *x).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @dsv4_fmha_fused_moe") == (dtype == "bfloat16"), text
 
 

@@ -290,7 +290,8 @@ def test_errors_of_matrices_in_bfloat16():
         ((w13[..., :128], w2), "w13"),
         ((w13, w2[:1]), "w2"),
         ((w13, w2[..., :128]), "w2"),
-        ((w13.astype(jnp.float32), w2), "w13"),
+        ((w13.astype(jnp.float16), w2), "w13"),
+        ((w13.astype(jnp.float32), w2), "w2: got bfloat16"),
         ((packed, w2), "w2: got .*PackedExperts"),
         ((w13, operands(Problem.of([2, 5]))[2]), "w13: got .*PackedExperts"),
     ]

@@ -147,13 +147,13 @@ def experts() -> str:
             continue
         least = max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
         products = row["times"]["ours"]["kernels"]["grouped_product_sm90_0"]
-        tokens = f"{row['case']['tokens']}"
+        of = f"{row['case'].get('weights', 'MXFP4')}, {row['case']['tokens']}"
         rows.append(
-            [tokens, f"{row['bytes'] / 1e6:.0f}", *map(micro, (least, ours(row), ours(row) - products)), share(row)]
+            [of, f"{row['bytes'] / 1e6:.0f}", *map(micro, (least, ours(row), ours(row) - products)), share(row)]
         )
     about = f"""Experts of a layer of V4-Flash: 256 of 4096 x 2048, 6 a token, chosen at random, on one {_card(EXPERTS)}. The least is
     what M or C allow for all experts that are chosen on average:"""
-    head = "tokens | MB | least, µs | ours, µs | of it the sort and the sum, µs | of the roofline"
+    head = "weights, tokens | MB | least, µs | ours, µs | of it the sort and the sum, µs | of the roofline"
     return wrapped(about) + "\n\n" + table(head, rows)
 
 

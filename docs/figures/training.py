@@ -6,6 +6,23 @@ import statistics
 from .records import DOCS, load, table
 
 RUNS = {"v4": "V4: a window, chosen entries, all entries", "dense": "dense attention in all three layers"}
+BYTES_OF_ADAM = 28
+"""of a parameter: it, two moments and the gradient are read, and all but the last written, in float32"""
+OF_PART = {
+    "experts": "the routed experts' products",
+    "products": "attention's projections",
+    "connections": "hyper-connections",
+    "moe": "router, shared expert, SwiGLU, and rows moved to experts and back",
+    "head": "head and loss",
+    "optimizer": "optimizer",
+    "attention": "attention",
+    "rest": "rest",
+    "compressor": "compressors",
+    "indexer": "indexers",
+    "norm": "norms of attention",
+    "collectives": "collectives",
+    "idle": "idle",
+}
 LAST = 25
 """steps of a mean"""
 REMAT = {
@@ -41,3 +58,16 @@ def head_loss() -> str:
     loss = load("kept")["loss"]
     rows = [["1024 tokens at a time", f"{loss['parts']:.1f}"], ["all logits at once", f"{loss['all logits']:.1f}"]]
     return table("loss and gradient | GiB of temporary arrays on a CPU", rows)
+
+
+def training_parts() -> str:
+    """A step of training by part, each beside the least that its products or its bytes take."""
+    row = load("h200_training")
+    least = {part: 1e3 * tflop / (row["M"] / 1e12) for part, tflop in row["TFLOP"].items()}
+    least["optimizer"] = 1e3 * row["parameters"] * BYTES_OF_ADAM / row["C"]
+    rows = []
+    for part, ms in sorted(row["parts"].items(), key=lambda item: -item[1]):
+        least_ms = f"{least[part]:.0f}" if least.get(part, 0) >= 1 else "–"
+        rows.append([OF_PART[part], f"{ms:.0f}", least_ms])
+    rows.append(["all", f"{row['ms']:.0f}", f"{sum(least.values()):.0f}"])
+    return table("ms of a step | measured | least", rows)

@@ -13,7 +13,7 @@ SCOPES = ("indexer", "compressor", "attention", "connections", "moe", "norm", "a
 """named scopes of the model and its training; an operation is a part of the innermost one"""
 SCOPE = re.compile(rf"\b({'|'.join(SCOPES)})\b")
 KERNELS = {
-    "experts": re.compile(r"group_rows|grouped_product|pallas|triton_kernel"),
+    "experts": re.compile(r"group_rows|grouped_product|expert_(outer_)?product"),
     "collectives": re.compile(r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective"),
 }
 """parts whose kernels tell what they are, whatever their scope"""

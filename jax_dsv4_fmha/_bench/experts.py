@@ -1,8 +1,4 @@
-"""The suite experts: those of a layer of DeepSeek-V4-Flash, from weights in MXFP4, their gradient from bfloat16, and
-what stands before them.
-
-A row of the forward pass may have weights in FP8 or bfloat16, too; the suite has none of these yet.
-"""
+"""The suite experts: those of a layer of V4-Flash, their gradient from bfloat16, and what stands before them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +157,7 @@ SUITE = Suite(
     "#7f3f5f",
     (
         *(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(ExpertsRow(tokens=n, weights=weights) for weights in ("FP8", "bfloat16") for n in (1, 64, 4096)),
         *(ExpertsGradientRow(tokens=n) for n in (2048, 8192)),
         *(HyperConnectionRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
     ),
