@@ -70,7 +70,8 @@ def test_experts_are_lowered_for_cuda(dtype):
         params = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
         moe = params["layers"][0]["moe"], params["routing"][0]
         x = jax.ShapeDtypeStruct((4, 1, model.hidden), dtype), jax.ShapeDtypeStruct((4, 1), jnp.int32)
-        text = jax.jit(functools.partial(model.moe, is_trained=True)).trace(*moe, *x).lower(lowering_platforms=("cuda",)).as_text()
+        f = jax.jit(functools.partial(model.moe, is_trained=True))
+        text = f.trace(*moe, *x).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @dsv4_fmha_fused_moe") == (dtype == "bfloat16"), text
 
 
