@@ -190,6 +190,9 @@ def _said(name: str) -> str:
     if found := re.match(r"d 576 top-k (\d+) of (\d+) b1 s4096 h(\d+)$", name):
         topk, keys, heads = found.groups()
         return f"prompt, {heads} heads, top-k {topk} of {keys} latents of 576 numbers"
+    if found := re.match(r"d 576 step, top-k (\d+) of (\d+) b(\d+) s1 h(\d+) v32_fp8$", name):
+        topk, keys, b, heads = found.groups()
+        return f"step of {b} sequences, {heads} heads, top-k {topk} of {keys} latents of 576 numbers in 656 bytes"
     if found := re.match(r"d 576 full b(\d+) s1 h(\d+)$", name):
         return f"step of {found[1]} sequences, {found[2]} heads, over all latents of 576 numbers"
     if not (found := re.match(r"d 512 window 128 \+ top-k (\d+) of 16384 b(\d+) s(\d+) h(\d+)(?: (\w+))?$", name)):

@@ -2,17 +2,18 @@
 
 import json
 import statistics
+from collections import defaultdict
 
 from .records import DOCS, load, table
 
 RUNS = {"v4": "V4: a window, chosen entries, all entries", "dense": "dense attention in all three layers"}
 BYTES_OF_ADAM = 28
 """of a parameter: it, two moments and the gradient are read, and all but the last written, in float32"""
+ONE_PART = {"experts": "moe"}
 OF_PART = {
-    "experts": "the routed experts' products",
     "products": "attention's projections",
     "connections": "hyper-connections",
-    "moe": "router, shared expert, SwiGLU, and rows moved to experts and back",
+    "moe": "experts, routed and shared, and the router",
     "head": "head and loss",
     "optimizer": "optimizer",
     "attention": "attention",
@@ -63,10 +64,14 @@ def head_loss() -> str:
 def training_parts() -> str:
     """A step of training by part, each beside the least that its products or its bytes take."""
     row = load("h200_training")
-    least = {part: 1e3 * tflop / (row["M"] / 1e12) for part, tflop in row["TFLOP"].items()}
-    least["optimizer"] = 1e3 * row["parameters"] * BYTES_OF_ADAM / row["C"]
+    least = defaultdict(float, optimizer=1e3 * row["parameters"] * BYTES_OF_ADAM / row["C"])
+    for part, tflop in row["TFLOP"].items():
+        least[ONE_PART.get(part, part)] += 1e15 * tflop / row["M"]
+    parts = defaultdict(float)
+    for part, ms in row["parts"].items():
+        parts[ONE_PART.get(part, part)] += ms
     rows = []
-    for part, ms in sorted(row["parts"].items(), key=lambda item: -item[1]):
+    for part, ms in sorted(parts.items(), key=lambda item: -item[1]):
         least_ms = f"{least[part]:.0f}" if least.get(part, 0) >= 1 else "–"
         rows.append([OF_PART[part], f"{ms:.0f}", least_ms])
     rows.append(["all", f"{row['ms']:.0f}", f"{sum(least.values()):.0f}"])

@@ -108,7 +108,7 @@ def flops_of_parts(model: Model, s: float) -> dict[str, float]:
 
 @functools.cache
 def matrices(model: Model) -> list[dict[str, int]]:
-    """How many numbers each layer's matrices have, by part: experts are the routed ones, and "moe" the rest of it."""
+    """Counts the numbers of each layer's matrices by part: "experts" are the routed ones, and "moe" the rest of it."""
     found = []
     for p in jax.eval_shape(lambda: model.init(jax.random.key(0)))["layers"]:
         sizes = defaultdict(int)

@@ -1,4 +1,4 @@
-"""Where the devices' time goes in calls of a compiled program, by part of the model, as JAX's profiler tells it."""
+"""Times the parts of a model in calls of a compiled program, as JAX's profiler tells them."""
 
 import re
 import tempfile
