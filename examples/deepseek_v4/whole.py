@@ -95,7 +95,7 @@ def option_of(text: str) -> tuple[str, str]:
     """
     name, equals, value = text.partition("=")
     if not name.startswith("xla_") or not equals:
-        raise ValueError(f"--xla: got {text}, wanted NAME=VALUE, such as xla_gpu_enable_command_buffer=+COLLECTIVES")
+        raise ValueError(f"--xla: got {text}, wanted NAME=VALUE, such as xla_gpu_graph_min_graph_size=5")
     return name, value
 
 
