@@ -124,6 +124,17 @@ def collectives(compiled: Any) -> dict[str, int]:
     return found
 
 
+def computed(f: Callable[..., Any], *args: Any) -> Any:
+    """f(*args); of a second call, if that had a NaN, as in `trained`."""
+    result = f(*args)
+    if any(jnp.isnan(x).any() for x in jax.tree.leaves(result) if jnp.issubdtype(x.dtype, jnp.floating)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")  # said in pytest's summary, and no error
+            warnings.warn("computing again, after a NaN", RuntimeWarning, stacklevel=2)
+        result = f(*args)
+    return result
+
+
 def trained(main: Callable[..., Any], keep: Any = None, **how: Any) -> Any:
     """The losses of `train.main`; of a second run from where the first began, if that had a NaN.
 

@@ -43,7 +43,7 @@ from examples.serving import Request, Server
 from jax_dsv4_fmha import PackedMatrix
 
 from . import model_float64
-from .helpers import assert_in_place
+from .helpers import assert_in_place, computed
 from .test_layer_config import published
 
 SIZES = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
@@ -170,7 +170,7 @@ def results(name, params):
     first, caches = jax.jit(model.read)(params, tokens, caches, np.int32(0), np.full(2, 24, np.int32))
     second, _ = jax.jit(model.step)(params, tokens[:, 0], caches, np.full(2, 25, np.int32))
     learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_fixed} for is_fixed in (False, True))
-    return first, second, jax.jit(jax.grad(loss))(learned, fixed) if name == "v4" else None
+    return first, second, computed(jax.jit(jax.grad(loss)), learned, fixed) if name == "v4" else None
 
 
 @functools.cache

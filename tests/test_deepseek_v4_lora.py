@@ -15,7 +15,7 @@ from examples.deepseek_v4.packed import Packed, whole
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha import PackedMatrix
 
-from .helpers import normal, trained
+from .helpers import computed, normal, trained
 from .test_deepseek_v4 import prompts
 from .test_deepseek_v4_checkpoint import checkpoint, written
 
@@ -178,5 +178,5 @@ def test_beside_packed_matrices(tmp_path):
                 policy = train.POLICIES["but-attention"]
                 return train.losses(MODEL, jnp.float32, policy, lora.beside(beside, adapter), fixed, tokens)[0]
 
-            found.append(jax.jit(jax.value_and_grad(loss))(adapter, beside, fixed))
+            found.append(computed(jax.jit(jax.value_and_grad(loss)), adapter, beside, fixed))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()), *found)

@@ -20,7 +20,7 @@ from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import unzigzag, zigzag
 
-from .helpers import assert_in_place, collectives, trained
+from .helpers import assert_in_place, collectives, computed, trained
 from .test_deepseek_v4 import assert_close, prompts, small
 
 
@@ -65,7 +65,7 @@ def of_a_step(name, tokens, **axes):
         f = functools.partial(train.losses, model, jnp.float32, train.POLICIES["but-attention"])
         x = jax.device_put(tokens, NamedSharding(mesh, P("data")))
         step = jax.jit(jax.value_and_grad(f, has_aux=True)).lower(learned, fixed, x).compile()
-        return jax.device_get(step(learned, fixed, x)), collectives(step)
+        return jax.device_get(computed(step, learned, fixed, x)), collectives(step)
 
 
 @functools.cache
