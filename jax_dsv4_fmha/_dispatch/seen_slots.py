@@ -31,15 +31,13 @@ def seen_slots(
     with_kernel: bool = True,
 ) -> "list[SelectionSource | PackedStepSource]":
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
-    given, lengths = lengths, jnp.maximum(lengths, 0)  # otherwise a subtraction might wrap around
-    first = (lengths - s_q if q_offset is None else q_offset)[:, None]
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
+    position, of_queries = _positions(lengths, s_q, q_offset)
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     pools = [cache.pages for cache in caches] + [Pages()] * (2 - len(caches))
     tables = [_none(lengths, 0) if cache.block_table is None else cache.block_table for cache in caches]
     operands = (
-        given,
-        _none(lengths, 1, 0) if _is_last(s_q, q_offset) else position[..., None],
+        lengths,
+        of_queries,
         *[*tables, _none(lengths, 0)][:2],
         _none(lengths, s_q, 0) if indices is None else indices,
         _none(lengths, s_q, 0),  # all indices count
@@ -51,7 +49,7 @@ def seen_slots(
         keys, layouts = tuple(cache.pool() for cache in caches), tuple(cache.layout for cache in caches)
         return [PackedStepSource(keys, operands, tuple(sizes.items()), layouts)]
     if not is_causal:
-        of_window = _of_drafts(window_cache, lengths, first, position, window)
+        of_window = _of_drafts(window_cache, jnp.maximum(lengths, 0), position[:, :1], position, window)
         if compressed_cache is None:
             return [_source("window", window_cache, *of_window)]
     seen, of_far = _run(operands, sizes, with_kernel)
@@ -59,18 +57,14 @@ def seen_slots(
     return [near] if compressed_cache is None else [near, _source("compressed", compressed_cache, *of_far)]
 
 
-def chosen_slots(
-    cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset: jax.Array | None, names: tuple[str, str, str]
-) -> SelectionSource:
-    """The entries of one cache that the queries of `mla_decode` choose, as slots of its pool: those that are not after
-    a query's position.
+def chosen_slots(cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset: jax.Array | None) -> Arrays:
+    """The slots in one cache's pool of entries that the queries of `mla_decode` choose, -1 for one that is after a
+    query's position, int32 `[b, s_q, topk]`; and how many of them count, `[b, s_q]`.
     """
     s_q = indices.shape[1]
-    first = (jnp.maximum(lengths, 0) - s_q if q_offset is None else q_offset)[:, None]
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
     operands = (
         lengths,
-        _none(lengths, 1, 0) if _is_last(s_q, q_offset) else position[..., None],
+        _positions(lengths, s_q, q_offset)[1],
         _none(lengths, 0),  # no window
         _none(lengths, 0) if cache.block_table is None else cache.block_table,
         indices,
@@ -82,13 +76,15 @@ def chosen_slots(
         "ratio": 1,
         **{f"window_{n}": x for n, x in Pages()._asdict().items()},
     }
-    _, (slots, count) = _run(operands, sizes | cache.pages._asdict(), True)
-    return SelectionSource(cache.pool(), slots, count, names, "cache_rows", cache.layout)
+    return _run(operands, sizes | cache.pages._asdict(), with_kernel=True)[1]
 
 
-def _is_last(s_q: Any, q_offset: jax.Array | None) -> bool:
-    """True if queries are the last tokens of their sequences, one each."""
-    return q_offset is None and isinstance(s_q, int) and s_q == 1
+def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> Arrays:
+    """The positions of a step's queries, int32 `[b, s_q]`; and the operand that says them."""
+    first = jnp.maximum(lengths, 0) - s_q if q_offset is None else q_offset  # otherwise it might wrap around
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first[:, None]
+    is_last = q_offset is None and isinstance(s_q, int) and s_q == 1
+    return position, _none(lengths, 1, 0) if is_last else position[..., None]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "operands"), meta_fields=("sizes", "layouts"))

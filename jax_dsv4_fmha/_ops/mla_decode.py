@@ -1,6 +1,5 @@
 """One step of generation over one cache of latents: a few new queries for each sequence."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -115,8 +114,10 @@ def _seen(
 ) -> SpanSource | SelectionSource:
     """The entries that each query sees."""
     names = ("cache", "slots", "length")
+    how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": indices is None}
     if indices is not None:
-        return dataclasses.replace(chosen_slots(cache, lengths, indices, q_offset, names), d_v=d_v)
+        slots, count = chosen_slots(cache, lengths, indices, q_offset)
+        return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
     lengths = jnp.maximum(lengths, 0)[:, None]  # otherwise a subtraction might wrap around
     first = lengths - s_q if q_offset is None else q_offset[:, None]
     position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
@@ -127,5 +128,4 @@ def _seen(
         return SpanSource(cache.entries, 0 * count, count, None, names, "cache_rows", from_first=True, d_v=d_v)
     entries = 0 * lengths + jnp.arange(cache.capacity, dtype=jnp.int32)[None]
     slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
-    how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": True}
     return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
