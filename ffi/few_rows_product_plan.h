@@ -26,7 +26,6 @@ struct FewRowsProductShape {
 constexpr int64_t kHead = 512, kIndexHead = 128;
 constexpr uint32_t kSlab = 64;        // of k at a time, and columns of a box
 constexpr int64_t kPackedSlabs = 2;   // tiles and slabs of a packed matrix are even in number
-constexpr int64_t kSlabBytes = 4112;  // of a slab of a tile, 64 by 64 codes and their scale
 constexpr int64_t kSquared = 128;     // numbers of a row whose squares are added up by one CTA
 constexpr int64_t kSquareTiles = 32;  // a lane of a warp takes one
 
@@ -48,7 +47,7 @@ inline std::string CheckFewRowsProductShape(const FewRowsProductShape& shape) {
   if (is_packed != 0) {
     for (auto [name, got, wanted] : {std::tuple{"tiles", tiles, CeilDiv(n, at_once) * kPackedSlabs},
                                      {"slabs", slabs, CeilDiv(k, at_once) * kPackedSlabs},
-                                     {"slab_bytes", slab_bytes, kSlabBytes}}) {
+                                     {"slab_bytes", slab_bytes, kBytesOfSlabOfE4m3}}) {
       if (got != wanted) {
         return std::string(name) + " is " + std::to_string(got) + ", wanted " + std::to_string(wanted);
       }

@@ -10,7 +10,7 @@ namespace dsv4_fmha {
 constexpr std::string_view kNotPacked = "bfloat16";
 
 // The bytes of a slab of a packed matrix's tile, 64 by 64 codes and their scales.
-constexpr int64_t SlabBytesOf(std::string_view format) { return format == "e4m3" ? 4112 : 2176; }
+constexpr int64_t SlabBytesOf(std::string_view format) { return format == "e4m3" ? kBytesOfSlabOfE4m3 : 2176; }
 
 struct FusedMoe {
   using Call = FusedMoeCall;

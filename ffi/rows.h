@@ -70,6 +70,9 @@ inline std::string TooLarge(const std::string& what, int64_t got, int64_t limit)
   return what + " is " + std::to_string(got) + ", the limit is " + std::to_string(limit);
 }
 
+// Of a slab of a tile of a matrix in FP8: 64 by 64 codes, and their scales.
+constexpr int64_t kBytesOfSlabOfE4m3 = 4112;
+
 // Empty if it can be an extent, else why not.
 inline std::string OutOfRange(const std::string& what, int64_t got) {
   if (got < 1) return what + " is " + std::to_string(got) + ", wanted at least 1";
