@@ -75,4 +75,5 @@ def training_parts() -> str:
         least_ms = f"{least[part]:.0f}" if least.get(part, 0) >= 1 else "–"
         rows.append([OF_PART[part], f"{ms:.0f}", least_ms])
     rows.append(["all", f"{row['ms']:.0f}", f"{sum(least.values()):.0f}"])
-    return table("ms of a step | measured | least", rows)
+    rate = f"The step makes {row['tokens/s']:.0f} tokens/s, MFU {100 * row['mfu']:.1f} %."
+    return table("ms of a step | measured | least", rows) + "\n\n" + rate

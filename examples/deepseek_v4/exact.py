@@ -30,14 +30,14 @@ def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ja
 
 
 def _backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dx = dy w is rounded to x's dtype; of a bfloat16 one the products that are below 2^-16 of it are left out."""
+    """dx = dy w, rounded to x's dtype. Where that is bfloat16, products below 2^-16 of the greatest are left out."""
     x, w = kept
     if x.dtype != jnp.bfloat16:
         dx = jnp.einsum("...n,nk->...k", dy, w, precision="highest")
         return dx.astype(x.dtype), jnp.einsum("...n,...k->nk", dy, x.astype(jnp.float32), precision="highest")
     of_dy, of_w = split(dy), split(w)
-    several = lambda a, i: jnp.concatenate([a[j] for j in i], -1 if a is of_dy else 0)  # noqa: E731
-    left, right = several(of_dy, (0, 0, 1)), several(of_w, (0, 1, 0))
+    left = jnp.concatenate([of_dy[0], of_dy[0], of_dy[1]], -1)
+    right = jnp.concatenate([of_w[0], of_w[1], of_w[0]], 0)
     dx = jnp.einsum("...n,nk->...k", left, right, preferred_element_type=jnp.float32)
     dw = jnp.einsum("p...n,...k->pnk", of_dy, x, preferred_element_type=jnp.float32).sum(0)
     return dx.astype(x.dtype), dw

@@ -61,8 +61,8 @@ def of_data(spec: P, dims: int) -> P:
 
 
 def one_matrix(w: Any) -> Any:
-    """A matrix `[columns, rows]`, or several side by side: the model's `[columns, several, rows]`. Of a packed one, the
-    part that a device has.
+    """A matrix `[columns, rows]`, or several side by side: the model's `[columns, several, rows]`. A packed one
+    is the part that a device has.
     """
     if not isinstance(w, PackedMatrix):
         return w.reshape(len(w), -1)
