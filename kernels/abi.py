@@ -768,11 +768,27 @@ class HyperConnection(Variant):
         )
 
 
+@dataclass(frozen=True)
+class AllReduce(Variant):
+    """The sum of an array over the devices of a process, each of which writes into the memory of the others."""
+
+    dtype: str  # of x and y
+
+    family, layout = "all_reduce", "all_reduce"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "x", "y", "inbox", "messages", "outboxes"),
+            *each("int32", "device", "devices", "lines"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
-    *(ExpertProduct, HyperConnection),
+    *(ExpertProduct, HyperConnection, AllReduce),
 )
 
 

@@ -75,6 +75,7 @@ class Target:
     results: Arrays
     attributes: dict[str, str]  # name to type
     sources: tuple[str, ...] = ()  # kinds of its sources of keys
+    state: str = ""  # the type of what all devices share of such a call, in ffi/target.h's words
 
 
 def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop", dtype: str = "T") -> Arrays:
@@ -484,6 +485,7 @@ TARGETS = (
         (array("codes: f8e4m3fn[b n row_bytes]", aligned=True),),
         {"packing": "string"},
     ),
+    Target("all_reduce", "all_reduce", arrays("x: T[n]"), arrays("y: T[n]"), {"devices": "int64"}, state="exchange"),
     Target(
         "seen_slots",
         "seen_slots",

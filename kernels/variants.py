@@ -15,6 +15,7 @@ from .abi import (
     MHA_BACKWARD_OPS,
     PACKINGS_OF_V4,
     ROTARY,
+    AllReduce,
     Combine,
     ExpertProduct,
     FewRowsProduct,
@@ -308,6 +309,7 @@ VARIANTS: tuple[Variant, ...] = (
         ExpertProduct("expert_product", "sm_90a", f"{HOPPER}.expert_product.kernel", "bfloat16", form)
         for form in ("rows", "turned", "outer")
     ),
+    AllReduce("all_reduce", "sm_90a", f"{PLAIN}.all_reduce.kernel", "bfloat16"),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
     *plain("sm_90a"),

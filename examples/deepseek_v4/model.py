@@ -28,7 +28,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import HyperConnection, PackedExperts, PackedMatrix, fused_moe, hyper_connection
-from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, step_product, unzigzag
+from jax_dsv4_fmha.layers import (
+    DSV4Attention,
+    LayerCache,
+    Output,
+    Shared,
+    from_config,
+    step_product,
+    step_psum,
+    unzigzag,
+)
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
 from .config import Entries
@@ -384,13 +393,16 @@ class Model:
         axes = tuple(name for name in rows if name)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
 
-        @functools.partial(jax.shard_map, in_specs=(of_weights, rows, rows, rows), out_specs=rows)
         def of_device(matrices, *of_tokens):
+            if not is_trained:
+                return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
             of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
             matrices = jax.lax.pcast(matrices, axes, to="varying") if axes else matrices
             return jax.lax.psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
 
-        return of_device(matrices, x, weights, chosen), load
+        given = of_weights, rows, rows, rows
+        run = jax.shard_map(of_device, in_specs=given, out_specs=rows, check_vma=is_trained)
+        return run(matrices, x, weights, chosen), load
 
     def of_shared(self, w13: Any, w2: Any, x: jax.Array, is_trained: bool) -> jax.Array:
         """The shared expert's part of x `[b, s, hidden]`, from this device's channels inside of it."""

@@ -497,6 +497,12 @@ def plan_hyper_connection(
     )
 
 
+def plan_all_reduce(shape: dict[str, int], memory: int = 0, *, addresses: dict[str, int] | None = None) -> Plan:
+    """Returns the launch that sums an array over devices, where this one keeps `memory`, an address."""
+    given, at = ctypes.byref(filled("AllReduceShape", **shape)), addressed("all_reduce", addresses)
+    return planned("all_reduce", given, ctypes.c_void_p(memory), at)
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """Returns the launch that inserts entries into a cache."""
     return planned(
