@@ -218,6 +218,22 @@ class Model:
         logits, caches = self.steps(params, tokens[:, None], caches, lengths - 1, lengths)
         return logits[:, 0], caches
 
+    def several(
+        self, params: Any, tokens: jax.Array, caches: Caches, lengths: jax.Array, count: int
+    ) -> tuple[jax.Array, Caches]:
+        """`count` steps in one program, which costs the host one call: the likeliest tokens `[b, count]`, of which each
+        step takes the last one. Takes what `step` takes.
+        """
+
+        def once(now: Any, n: jax.Array) -> Any:
+            tokens, caches = now
+            logits, caches = self.step(params, tokens, caches, lengths + n)
+            tokens = logits.argmax(-1).astype(tokens.dtype)
+            return (tokens, caches), tokens
+
+        (_, caches), made = jax.lax.scan(once, (tokens, caches), jnp.arange(count, dtype=lengths.dtype))
+        return made.T, caches
+
     def steps(
         self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, Caches]:
