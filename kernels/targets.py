@@ -138,7 +138,7 @@ def _registered(t: Target) -> str:
 
 
 def _shared(state: str) -> str:
-    """What XLA is told of the type of a state."""
+    """Functions that tell XLA of the type of a state."""
     of, name = f"dsv4_fmha::{_camel(state)}", f"dsv4_fmha_{state}"
     return (
         f"XLA_FFI_TypeId* {name}_type_id() {{ return &{of}::id; }}\n"

@@ -23,7 +23,7 @@ LINE = np.dtype([("first", np.uint32), ("message1", np.uint32), ("second", np.ui
 
 
 def lines_of(x: Array, message: int) -> Array:
-    """What a device sends of x, bfloat16 `[n]`."""
+    """The lines that a device sends of x, bfloat16 `[n]`."""
     made = np.zeros(x.size // 4, LINE)
     made["first"], made["second"] = np.ascontiguousarray(x).view(np.uint32).reshape(-1, 2).T
     made["message1"] = made["message2"] = message

@@ -194,7 +194,7 @@ def _register() -> None:
 
 
 def _pointer(found: ctypes.CDLL, name: str) -> Any:
-    """What a function of this name returns the address of."""
+    """Returns a capsule of the address that a function of this name returns."""
     function = found[name]
     function.restype = ctypes.c_void_p
     return jax.ffi.pycapsule(function())

@@ -24,7 +24,7 @@ def send(address: Int64, words: tuple[Int32, Int32], message: Int32) -> None:
 
 
 def read(address: Int64) -> tuple[Int32, ...]:
-    """What is there now: two words, and the number of the message behind each."""
+    """The line as it is now: two words, and the number of the message behind each."""
     return ptx(
         "{ .reg .b64 x, y; ld.relaxed.sys.global.v2.b64 {x, y}, [$4]; mov.b64 {$0, $2}, x; mov.b64 {$1, $3}, y; }",
         Int64(address),
