@@ -88,8 +88,6 @@ def route(
             raise _check.error(ValueError, op, "bias", bias, "None with a table")
         table = _check.operand(op, "table", table, "v c", dims, _check.INT)
         tokens = _check.operand(op, "tokens", tokens, "b s", dims, _check.INT)
-        if not table.size:
-            raise _check.error(ValueError, op, "table", table, "at least a row of an expert")
         operands, c = (table[None], tokens), dims["c"]
     _check.one_of(op, "score", score, tuple(router.SCORES))
     how: dict[str, Any] = {"score": score}

@@ -77,7 +77,7 @@ def complaints(x: Problem, weights: Numbers, chosen: Numbers) -> list[str]:
     if found:
         return found
     want = x.weights_of(chosen)
-    wrong = ~np.isclose(weights, want, rtol=OF_WEIGHTS, atol=0, equal_nan=True)
+    wrong = ~np.isclose(weights, want, rtol=OF_WEIGHTS, atol=1e-12, equal_nan=True)
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
         got = f"{float(weights[at]):.8g}, wanted {float(want[at]):.8g}"
