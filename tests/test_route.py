@@ -117,9 +117,7 @@ def test_nan_of_either_sign_is_first():
 
 def test_without_a_bias():
     x = Problem.of(4)
-    for got, want in zip(
-        route(x.logits[None], top_k=6), route(x.logits[None], jnp.zeros(256), top_k=6), strict=True
-    ):
+    for got, want in zip(route(x.logits[None], top_k=6), route(x.logits[None], jnp.zeros(256), top_k=6), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -230,7 +228,11 @@ def test_errors():
         ((logits, bias), {"top_k": 2, "tokens": tokens}, "tokens: got .*, wanted None without a table"),
         ((logits,), {"table": table}, "tokens: got None"),
         ((logits,), {"table": table, "tokens": tokens[:, :1]}, "tokens"),
-        ((logits,), {"table": table[:0], "tokens": tokens}, r"table: got int32\[0, 3\], wanted int32\[v, c\], each >= 1"),
+        (
+            (logits,),
+            {"table": table[:0], "tokens": tokens},
+            r"table: got int32\[0, 3\], wanted int32\[v, c\], each >= 1",
+        ),
         ((logits,), {"table": table.astype(jnp.float32), "tokens": tokens}, "table"),
         ((logits, bias), {"top_k": 5}, "top_k: got 5, wanted at most e=4"),
         ((logits, bias), {"top_k": 0}, "top_k"),

@@ -25,9 +25,7 @@ def sizes_of(x: Problem) -> dict[str, int]:
     return {"rows": rows, "parts": parts, "experts": e, **given}
 
 
-def launched(
-    variant: Route, x: Problem, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit
-) -> Machine:
+def launched(variant: Route, x: Problem, *, seed: int = 0, edit: Callable[[str], str] = str, **edits: Edit) -> Machine:
     """The router, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(variant), new_memory()
     of_choice = {"bias": x.bias} if x.table is None else {"table": x.table, "tokens": x.tokens}

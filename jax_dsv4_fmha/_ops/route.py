@@ -148,9 +148,7 @@ class _AtChoice(Rule):
         return Rule.cotangents(residuals[0], gradients)
 
 
-def _kernel(
-    logits: jax.Array, bias: jax.Array, *, top_k: int, score: str, temperature: float, scale: float
-) -> Arrays:
+def _kernel(logits: jax.Array, bias: jax.Array, *, top_k: int, score: str, temperature: float, scale: float) -> Arrays:
     return raw.route(logits, bias[0], top_k=top_k, score=score, unit=1 / temperature, scale=scale)
 
 

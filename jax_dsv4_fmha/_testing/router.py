@@ -126,7 +126,10 @@ class RouteCase(Case):
         return judgement(self.complaints(implementation), "experts and weights of each token within limits")
 
     def complaints(self, implementation: Implementation) -> list[str]:
-        how = {"vocabulary": 1000 * ("of_table" in self.features), "is_sigmoid": "sigmoid" in self.features}
+        how: dict[str, Any] = {
+            "vocabulary": 1000 * ("of_table" in self.features),
+            "is_sigmoid": "sigmoid" in self.features,
+        }
         x = Problem.of(self.b * self.s_q, self.s_c, self.topk, **how)
         run = jax.jit(lambda logits: routed(x, logits, implementation=implementation))
         logits = jnp.asarray(x.logits).reshape(self.b, -1, *x.logits.shape[1:])
@@ -141,4 +144,4 @@ def routed(x: Problem, logits: jax.Array | None = None, **how: Any) -> tuple[jax
     how |= {"score": x.score, "temperature": TEMPERATURE, "scale": SCALE}
     if x.table is None:
         return route(logits, jnp.asarray(x.bias), top_k=x.chosen, **how)
-    return route(logits, table=x.table, tokens=jnp.asarray(x.tokens).reshape(logits.shape[:2]), **how)
+    return route(logits, table=jnp.asarray(x.table), tokens=jnp.asarray(x.tokens).reshape(logits.shape[:2]), **how)
