@@ -617,8 +617,8 @@ def in_three(gate: jax.Array) -> jax.Array:
 
 
 def logits_of(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, parts, experts]`, whose sum
-    over parts it is.
+    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, parts, experts]`, in parts
+    that add up to it.
     """
     if gate.dtype == x.dtype == jnp.bfloat16:  # products of two are exact in float32, so this is as precise
         return step_product(x, gate, dtype=jnp.float32).reshape(*x.shape[:2], 3, -1)
