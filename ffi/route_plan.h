@@ -25,6 +25,7 @@ inline std::string CheckRouteShape(const RouteShape& x) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
     if (extent > most) return TooLarge(name, extent, most);
   }
+  if (x.experts % 4 != 0) return "e is " + std::to_string(x.experts) + ", wanted a multiple of 4";
   if (x.vocabulary == 0 && x.chosen > x.experts) return TooLarge("n_chosen", x.chosen, x.experts);
   return x.vocabulary > kMaxExtent ? TooLarge("vocabulary", x.vocabulary, kMaxExtent) : "";
 }

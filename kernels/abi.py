@@ -687,7 +687,7 @@ MOST_GROUPS = 1024
 
 
 MOST_ROUTED, MOST_CHOSEN, MOST_PARTS = 512, 32, 3
-"""experts of a router, those of a token, and numbers that a logit is the sum of"""
+"""experts of a router, in multiples of 4, those of a token, and numbers that a logit is the sum of"""
 
 
 @dataclass(frozen=True)

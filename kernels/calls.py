@@ -390,13 +390,13 @@ TARGETS = (
         Target(
             name,
             "route",
-            arrays("logits: f32[b s_q n_parts e]", *of_choice),  # a logit is the sum of its parts
+            (array("logits: f32[b s_q n_parts e]", aligned=True), *of_choice),  # a logit is the sum of its parts
             arrays("weights: f32[b s_q n_chosen]", "chosen: s32[b s_q n_chosen]"),
             {"unit": "float32", "scale": "float32", "score": "string"},
         )
         for name, of_choice in (
-            ("route", ("bias: f32[e]",)),
-            ("route_by_table", ("table: s32[vocabulary n_chosen]", "tokens: s32[b s_q]")),
+            ("route", (array("bias: f32[e]", aligned=True),)),
+            ("route_by_table", arrays("table: s32[vocabulary n_chosen]", "tokens: s32[b s_q]")),
         )
     ),
     Target(

@@ -25,8 +25,8 @@ CASES = {
     "a logit of one part, by a sigmoid": lambda: Problem.of(5, 256, 8, parts=1, is_sigmoid=True),
     "two parts": lambda: Problem.of(3, 100, 4, parts=2),
     "a table": lambda: Problem.of(9, vocabulary=50),
-    "a table, by a sigmoid": lambda: Problem.of(3, 13, 13, vocabulary=5, is_sigmoid=True),
-    "an expert": lambda: Problem.of(2, 1, 1),
+    "a table, by a sigmoid": lambda: Problem.of(3, 12, 12, vocabulary=5, is_sigmoid=True),
+    "few experts": lambda: Problem.of(2, 4, 1),
     "all experts": lambda: Problem.of(2, 32, 32),
     "most of all": lambda: Problem.of(3, 512, 32),
     "tokens without a row, experts that do not exist": without_a_row,
@@ -79,9 +79,10 @@ def test_the_launch_refuses():
     changes = (
         ({"rows": 0}, "b \\* s_q is 0"),
         ({"parts": 4}, "n_parts is 4, .*3"),
-        ({"experts": 513}, "e is 513, .*512"),
+        ({"experts": 516}, "e is 516, .*512"),
+        ({"experts": 254}, "e is 254, wanted a multiple of 4"),
         ({"chosen": 33}, "n_chosen is 33, .*32"),
-        ({"experts": 5}, "n_chosen is 6, .*5"),
+        ({"experts": 4}, "n_chosen is 6, .*4"),
         ({"vocabulary": 2**31}, "vocabulary is"),
     )
     for changed, says in changes:
@@ -111,15 +112,15 @@ def not_finite():
 
 
 FAULTS = [
-    fault("an expert less", CASES["most of all"], experts=lambda n: n - 1),
-    fault("an expert more", CASES["a token"], experts=lambda n: n + 1, raises=(Wrong, Fault), says=""),
+    fault("fewer experts", CASES["most of all"], experts=lambda n: n - 4),
+    fault("more experts", CASES["a token"], experts=lambda n: n + 4, raises=(Wrong, Fault), says=""),
     fault("a part less", CASES["two parts"], parts=lambda n: n - 1),
     fault("a token less", CASES["two parts"], rows=lambda n: n - 1),
     fault("temperature", CASES["a token"], unit=lambda x: 1 / x),
     fault("scale", CASES["a token"], scale=lambda x: x * 1.0001),
     fault("another score", CASES["a token"], is_sigmoid=lambda x: 1 - x),
     fault("another score, of a table", of_table, is_sigmoid=lambda x: 1 - x),
-    fault("the bias beside", CASES["most of all"], bias=lambda at: at - 4, raises=(Wrong, Fault), says=""),
+    fault("the bias beside", CASES["most of all"], bias=lambda at: at - 16, raises=(Wrong, Fault), says=""),
     fault("a table too short", of_table, vocabulary=lambda n: n - 3),
     fault("the expert beside", of_table, table=lambda at: at + 4, raises=(Wrong, Fault), says=""),
     fault("the token beside", of_table, tokens=lambda at: at + 4, raises=(Wrong, Fault), says=""),

@@ -31,8 +31,8 @@ PROBLEMS = {
     "a logit of one part, by a sigmoid": lambda: Problem.of(33, 256, 8, parts=1, is_sigmoid=True),
     "two parts": lambda: Problem.of(5, 100, 4, parts=2),
     "a table": lambda: Problem.of(70, vocabulary=500),
-    "a table, by a sigmoid": lambda: Problem.of(3, 13, 13, vocabulary=5, is_sigmoid=True),
-    "an expert": lambda: Problem.of(3, 1, 1),
+    "a table, by a sigmoid": lambda: Problem.of(3, 12, 12, vocabulary=5, is_sigmoid=True),
+    "few experts": lambda: Problem.of(3, 4, 1),
     "all experts": lambda: Problem.of(2, 32, 32),
     "most of all": lambda: Problem.of(9, 512, 32),
 }
@@ -244,6 +244,7 @@ def test_errors():
         ((logits, bias), {"top_k": 2, "scale": "2"}, "scale"),
         ((jnp.ones((1, 2, 4, 4)), bias), {"top_k": 2, "implementation": "cubin"}, "2 of 4 experts, 4 parts"),
         ((jnp.ones((1, 2, 513)),), {"top_k": 2, "implementation": "cubin"}, "up to 512 experts"),
+        ((jnp.ones((1, 2, 6)),), {"top_k": 2, "implementation": "cubin"}, "in multiples of 4"),
     ]
     for args, how, says in wrong:
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=says):

@@ -50,7 +50,7 @@ def route(
       score: "sqrtsoftplus" or "sigmoid".
       temperature: a float > 0.
       scale: a float > 0, the sum of a token's weights.
-      implementation: as in `fmha`. The kernel takes up to 512 experts, 32 of a token, and 3 parts.
+      implementation: as in `fmha`. The kernel takes up to 512 experts in multiples of 4, 32 of a token, and 3 parts.
 
     Returns:
       weights, float32 `[b, s, c]`, and chosen, int32 `[b, s, c]`, in the order of the greatest sums. The definition
@@ -107,9 +107,9 @@ def route(
 
 def _support(logits: jax.Array, c: int) -> Support:
     *_, parts, e = logits.shape
-    fits = logits.size and e <= raw.MOST_EXPERTS and c <= raw.MOST_CHOSEN and parts <= raw.MOST_PARTS
+    fits = logits.size and e % 4 == 0 and e <= raw.MOST_EXPERTS and c <= raw.MOST_CHOSEN and parts <= raw.MOST_PARTS
     archs = library.shipped_for("route") if fits else ()
-    wanted = f"up to {raw.MOST_EXPERTS} experts, {raw.MOST_CHOSEN} of a token, {raw.MOST_PARTS} parts"
+    wanted = f"up to {raw.MOST_EXPERTS} experts in multiples of 4, {raw.MOST_CHOSEN} of a token, {raw.MOST_PARTS} parts"
     return Support(f"{c} of {e} experts, {parts} parts", ("route",), archs, wanted)
 
 
