@@ -187,7 +187,7 @@ def expert_of(i: int, lane: Int32) -> Int32:
 
 
 def parts_of(n: Extents) -> list[Int32]:
-    """Where the parts of a token's logits begin; the last one stands for those that are not there."""
+    """The places of the parts of a token's logits; the last one stands for those that are not there."""
     return [cutlass.min(Int32(p), n.parts - 1) * n.experts for p in range(MOST_PARTS)]
 
 
@@ -221,8 +221,8 @@ def sigmoid(x: Float32) -> Float32:
 
 @cute.jit
 def sqrt_of_softplus(x: Float32) -> Float32:
-    """sqrt(x + log(1 + u)) with u = e^-x. Below 0 it is e^(x/2) sqrt(log(1 + u) / u) with u = e^x, so that small ones are
-    as precise as others.
+    """sqrt(x + log(1 + u)) with u = e^-x. Below 0 it is e^(x/2) sqrt(log(1 + u) / u) with u = e^x, so that small ones
+    are as precise as others.
     """
     root = exp_of_minus(x, 0.5)
     u = root * root
