@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import explicit_axes
+
 SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
 """functions of logits, by their names in configs"""
 LEAST = 1e-20
@@ -30,7 +32,8 @@ def chosen_by(scores: jax.Array, bias: jax.Array, top_k: int) -> jax.Array:
 
 def found_in(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """int32 `[b, s, c]`: a row of the table `[v, c]` for each token; for one that has none, the row nearest to it."""
-    return table[jnp.clip(tokens, 0, len(table) - 1)]
+    there = explicit_axes.sharding(tokens, *explicit_axes.entries(tokens), None)
+    return table.at[jnp.clip(tokens, 0, len(table) - 1)].get(out_sharding=there)
 
 
 def weights_of(scores: jax.Array, chosen: jax.Array, *, scale: float) -> jax.Array:
