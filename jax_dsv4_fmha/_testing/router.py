@@ -101,11 +101,13 @@ def _of_choice(x: Problem, chosen: Numbers) -> list[str]:
     keys = np.where(np.isnan(sums), np.finfo(np.float64).max, sums)  # which no sum is, but infinite ones are less
     keys = np.where(np.isposinf(sums), np.finfo(np.float64).max / 2, keys)
     order = np.argsort(-keys, -1, kind="stable")[:, : x.chosen]
-    for row, experts in enumerate(chosen):
-        got, want = (np.take_along_axis(keys[row], of, -1) for of in (experts, order[row]))
-        if len(set(experts.tolist())) < x.chosen or not np.isclose(got, want, rtol=OF_SUMS, atol=OF_SUMS).all():
-            return [f"experts of token {row} are {experts.tolist()}, wanted {order[row].tolist()}, by their sums"]
-    return []
+    got, want = (np.take_along_axis(keys, of, -1) for of in (chosen, order))
+    right = np.isclose(got, want, rtol=OF_SUMS, atol=OF_SUMS).all(-1)
+    right &= (np.diff(np.sort(chosen, -1), axis=-1) > 0).all(-1)  # none is chosen twice
+    if right.all():
+        return []
+    row = int(np.flatnonzero(~right)[0])
+    return [f"experts of token {row} are {chosen[row].tolist()}, wanted {order[row].tolist()}, by their sums"]
 
 
 @dataclass(frozen=True, kw_only=True)
