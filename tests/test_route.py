@@ -308,6 +308,30 @@ def test_a_token_has_the_same_bits_in_any_batch():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+def test_launches_that_overlap_wait_for_one_another():
+    """A program in which each router has logits of what the one before it made, and each of them alone."""
+    x = Problem.of(300)
+
+    def one(logits):
+        weights, chosen = routed(x, logits, implementation="cubin")
+        return logits + weights[..., :1, None], weights, chosen
+
+    def several(logits, run):
+        made = []
+        for _ in range(12):
+            logits, *of = run(logits)
+            made.append(of)
+        return made
+
+    logits = jnp.asarray(x.logits)[None]
+    together, apart = jax.jit(functools.partial(several, run=one)), functools.partial(several, run=jax.jit(one))
+    for _ in range(5):
+        for got, want in zip(jax.tree.leaves(together(logits)), jax.tree.leaves(apart(logits)), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("vocabulary", [0, 500])
 def test_gradient_of_the_kernel(vocabulary):
     x = Problem.of(33, vocabulary=vocabulary)
