@@ -19,6 +19,7 @@
 #include "probabilities_plan.h"
 #include "registry.h"
 #include "rope_plan.h"
+#include "route_plan.h"
 #include "seen_slots_plan.h"
 
 using namespace dsv4_fmha;
@@ -227,6 +228,13 @@ int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps,
                                 : (packed ? kFewRowsProductOfPacked : kFewRowsProduct);
   return Show(layout.name, PlanFewRowsProduct(*shape, eps, scale, *tiles, *addresses), CheckFewRowsProductShape(*shape),
               out, error, error_bytes);
+}
+
+// What chooses the experts of rows and weighs them, by CTAs of tile_m rows: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_route(const RouteShape* shape, float unit, float scale, int32_t tile_m,
+                         const RouteAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  return Show(kRoute.name, PlanRoute(*shape, unit, scale, tile_m, *addresses), CheckRouteShape(*shape), out, error,
+              error_bytes);
 }
 
 // What sorts rows by expert, for products whose tiles have tile_m rows: 0, or -1 with the reason in `error`.

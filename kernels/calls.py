@@ -387,6 +387,19 @@ TARGETS = (
         ),
         {"parts": "int64", "column": "int64", "scale": "float32", **EPS},
     ),
+    *(
+        Target(
+            name,
+            "route",
+            (array("logits: f32[b s_q n_parts e]", aligned=True), *of_choice),  # a logit is the sum of its parts
+            arrays("weights: f32[b s_q n_chosen]", "chosen: s32[b s_q n_chosen]"),
+            {"unit": "float32", "scale": "float32", "score": "string"},
+        )
+        for name, of_choice in (
+            ("route", (array("bias: f32[e]", aligned=True),)),
+            ("route_by_table", arrays("table: s32[vocabulary n_chosen]", "tokens: s32[b s_q]")),
+        )
+    ),
     Target(
         "fused_moe",
         "fused_moe",

@@ -35,6 +35,7 @@ from .abi import (
     NormRope,
     Probabilities,
     Rope,
+    Route,
     RowColumns,
     RowScores,
     SeenSlots,
@@ -75,6 +76,7 @@ def plain(arch: str) -> tuple[Variant, ...]:
         TopK("indexer_topk", arch, f"{PLAIN}.topk.shared_row", max_topk=2048, max_rows=60),
         *(Rope(op, arch, f"{PLAIN}.rope.{op}", ROPE, "bfloat16") for op in ("rope", "rope_hadamard")),
         IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", ROPE, "bfloat16"),
+        Route("route", arch, f"{PLAIN}.route.kernel"),
         *(
             NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, ROPE, "bfloat16")
             for op in ("norm_rope", "norm_rope_bwd")

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import HyperConnection, PackedExperts, PackedMatrix, fused_moe, hyper_connection
+from jax_dsv4_fmha import HyperConnection, PackedExperts, PackedMatrix, fused_moe, hyper_connection, route
 from jax_dsv4_fmha.layers import (
     DSV4Attention,
     LayerCache,
@@ -52,7 +52,8 @@ FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
 FUSED = 4096
 """channels for which `hyper_connection` has a kernel; of others its definition would be a loop of launches on a GPU"""
-SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
+SCORES = ("sqrtsoftplus", "sigmoid")
+"""of routers, by the names that configs have for them"""
 
 
 class Caches(NamedTuple):
@@ -434,14 +435,10 @@ class Model:
         routing is a table `[vocabulary, k]` of experts, or a bias `[experts]` that balances them: it has a say in the
         choice, and none in the weights.
         """
-        scores = SCORES[self.score](logits_of(x, gate) / self.temperature)
+        how = {"score": self.score, "temperature": self.temperature, "scale": self.scale}
         if routing.ndim == 2:
-            chosen = routing[tokens]
-        else:
-            best = lambda scores: jax.lax.top_k(scores, self.chosen)[1]  # noqa: E731
-            chosen = on_own_tokens(best, jax.lax.stop_gradient(scores) + routing)
-        weights = jnp.take_along_axis(scores, chosen, -1)
-        return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
+            return route(logits_of(x, gate), table=routing, tokens=tokens, **how)
+        return route(logits_of(x, gate), routing, top_k=self.chosen, **how)
 
     def of_experts(
         self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
@@ -648,16 +645,15 @@ def in_three(gate: jax.Array) -> jax.Array:
 
 
 def logits_of(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, experts]`."""
+    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, parts, experts]`, in parts
+    that add up to it.
+    """
     if gate.dtype == x.dtype == jnp.bfloat16:  # products of two are exact in float32, so this is as precise
-        return sum_of_three(step_product(x, gate, dtype=jnp.float32))
-    gate = gate if gate.dtype == jnp.float32 else sum_of_three(gate.astype(jnp.float32))
-    return exact_product(x, gate.T)
-
-
-def sum_of_three(x: jax.Array) -> jax.Array:
-    first, second, third = jnp.split(x, 3, -1)
-    return first + (second + third)
+        return step_product(x, gate, dtype=jnp.float32).reshape(*x.shape[:2], 3, -1)
+    if gate.dtype == jnp.bfloat16:
+        first, second, third = jnp.split(gate.astype(jnp.float32), 3, 1)
+        gate = first + (second + third)
+    return exact_product(x, gate.T)[:, :, None]
 
 
 def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:

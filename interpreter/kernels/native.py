@@ -446,6 +446,20 @@ def plan_group_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, 
     return planned("group_rows", given, ctypes.c_int32(tile_m), at)
 
 
+def plan_route(
+    shape: dict[str, int], unit: float, scale: float, *, tile_m: int, addresses: dict[str, int] | None = None
+) -> Plan:
+    """Returns the launch of a router after its product."""
+    return planned(
+        "route",
+        ctypes.byref(filled("RouteShape", **shape)),
+        ctypes.c_float(unit),
+        ctypes.c_float(scale),
+        ctypes.c_int32(tile_m),
+        addressed("route", addresses),
+    )
+
+
 def plan_grouped_product(
     shape: dict[str, int],
     gated: bool,
