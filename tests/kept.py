@@ -1,4 +1,5 @@
-"""Counts the memory of training without a GPU: `python -m tests.kept > docs/kept.json`, in half a minute.
+"""Counts the memory of training without a GPU: `python -m tests.kept > docs/kept.json`, in half a minute, where kernels
+are built.
 
 `kept` has the bytes that the traced forward pass of eight layers of V4-Flash's sizes with 16 experts, b 2 × 4096, in
 bfloat16, keeps for the backward pass, without parameters and their gradients. `loss` has the temporary bytes of XLA's

@@ -117,15 +117,33 @@ def test_explain_says_what_a_gradient_launches():
     assert all("expert_product" in d.reason for d in decisions)
 
 
+def calls(run, args):
+    """How often an exported program calls each form of the products, and no other experts' kernel."""
+    text = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
+    assert "dsv4_fmha_fused_moe(" not in text
+    names = ("expert_product", "expert_product_turned", "expert_outer_product")
+    return [text.count(f"dsv4_fmha_{name}(") for name in names]
+
+
 @pytest.mark.usefixtures("built")
 def test_the_calls_are_exported():
     args = operands(Problem.of([3, 4]), is_packed=False)
-    run = jax.jit(lambda *args: gradients(args, None))
-    text = jax.export.export(run, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
-    calls = [
-        text.count(f"dsv4_fmha_{name}(") for name in ("expert_product", "expert_product_turned", "expert_outer_product")
-    ]
-    assert calls == [2, 2, 2] and "dsv4_fmha_fused_moe(" not in text
+    assert calls(lambda *args: gradients(args, None), args) == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("names, anew", [((), 2), (("dsv4_fmha_gates",), 0)])
+def test_a_policy_that_keeps_gates_makes_no_product_twice(names, anew):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def run(given, w13, w2, chosen, weights):
+        of = functools.partial(fused_moe, chosen=chosen, limit=LIMIT)
+        y, back = jax.vjp(
+            jax.checkpoint(lambda x, *w: of(x, *w[:2], weights=w[2]), policy=policy), given, w13, w2, weights
+        )
+        return y, *back(y)
+
+    assert calls(run, operands(Problem.of([3, 4]), is_packed=False)) == [2 + anew, 2, 2]
 
 
 @pytest.mark.usefixtures("built")

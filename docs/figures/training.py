@@ -29,6 +29,7 @@ LAST = 25
 REMAT = {
     "all": "all of a layer",
     "but-attention": "all but attention",
+    "but-experts": "all but attention and the routed experts' products",
     "but-products": "all but attention and products with matrices",
     "none": "nothing",
 }

@@ -34,15 +34,18 @@ from .model import FIXED, Model, Streams
 from .packed import is_packed
 from .states import States
 
-ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
+ATTENTION = "dsv4_fmha_o", "dsv4_fmha_lse"
+KERNELS = jax.checkpoint_policies.save_only_these_names(*ATTENTION, "dsv4_fmha_gates")
 PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 POLICIES = {
     "all": jax.checkpoint_policies.nothing_saveable,
-    "but-attention": ATTENTION,
-    "but-products": jax.checkpoint_policies.save_from_both_policies(ATTENTION, PRODUCTS),
+    "but-attention": jax.checkpoint_policies.save_only_these_names(*ATTENTION),
+    "but-experts": KERNELS,
+    "but-products": jax.checkpoint_policies.save_from_both_policies(KERNELS, PRODUCTS),
     "none": jax.checkpoint_policies.everything_saveable,
 }
-"""what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
+"""what the backward pass computes anew of a layer: all of it, all but attention, all but the routed experts' products
+too, all but products, or nothing"""
 
 
 class State(NamedTuple):
