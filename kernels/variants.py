@@ -306,7 +306,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         ExpertProduct("expert_product", "sm_90a", f"{HOPPER}.expert_product.kernel", "bfloat16", form)
-        for form in ("rows", "turned", "outer")
+        for form in ("rows", "gated", "turned", "gated_back", "outer")
     ),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
