@@ -255,6 +255,45 @@ def test_products(form):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+def test_products_with_gates():
+    """Gates and up projections in the plain product's bits; what they let through, and the gradients, of these."""
+    sizes = np.array([5, 0, 1, 64, 128, 333, 0, 1000], np.int32)
+    e, left, m, n = len(sizes), 7, 640, 512
+    chosen = np.concatenate([np.repeat(np.arange(e), sizes), np.full(left, -1)]).astype(np.int32)
+    by, rows = grouped(jnp.asarray(chosen)[None, :, None], e), len(chosen)
+    to = jax.random.permutation(jax.random.key(3), jnp.arange(rows, dtype=jnp.int32))
+    where, there = (to, by.tiles, by.tile_count), slice(rows - left)
+    a = jax.random.normal(jax.random.key(1), (rows, m), jnp.bfloat16).at[there.stop :].set(jnp.nan)
+    w13 = jax.random.normal(jax.random.key(2), (e, 2, n, m), jnp.bfloat16) * m**-0.5
+    w2 = jax.random.normal(jax.random.key(4), (e, m, n), jnp.bfloat16)
+    weights = jax.random.uniform(jax.random.key(5), (rows,), jnp.float32, 0.25, 2)
+
+    run = jax.jit(functools.partial(raw.expert_product_gated, limit=LIMIT))
+    made, inner = (np.asarray(x, np.float32) for x in run(a, w13, *where, weights))
+    plain = np.asarray(raw.expert_product(a, w13.reshape(e, 2 * n, m), *where), np.float32).reshape(made.shape)
+    listed = np.asarray(to)[there]
+    np.testing.assert_array_equal(made[listed], plain[listed])
+    wide = jnp.asarray(made[listed]), weights[listed]
+    np.testing.assert_allclose(inner[there], through(*wide, LIMIT), rtol=2**-7, atol=1e-5)
+
+    run = jax.jit(functools.partial(raw.expert_product_gated_back, limit=LIMIT))
+    kept = jnp.asarray(made, jnp.bfloat16)
+    got, again = ([np.asarray(x, np.float32) for x in run(a, w2, kept, *where, weights)] for _ in range(2))
+    of_inner = by_tiles(a, w2, np.arange(rows), by.tiles, by.tile_count, turned=True)[there]
+    value, back = jax.vjp(functools.partial(through, limit=LIMIT), *wide)
+    for name, x, y, want in zip(
+        ("made", "inner", "weights"),
+        (got[0][there], got[1][there], got[2].sum(1)[listed]),
+        (again[0][there], again[1][there], again[2].sum(1)[listed]),
+        (back(of_inner)[0], value, back(of_inner)[1]),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y, name)
+        assert np.linalg.norm(x - want) <= 2**-8 * np.linalg.norm(want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("limit", [LIMIT, 1e3])
 @pytest.mark.parametrize("rows", [[1, 0, 9, 20], [0, 150, 3, 90, 700]], ids=["few rows", "many rows"])
 def test_a_gradient_by_kernels(rows, limit):

@@ -31,6 +31,7 @@ REMAT = {
     "but-attention": "all but attention",
     "but-experts": "all but attention and the routed experts' products",
     "but-products": "all but attention and products with matrices",
+    "but-parameters": "all but these and parameters in bfloat16",
     "none": "nothing",
 }
 
