@@ -289,26 +289,29 @@ class ExpertProductSm90(Kernel):
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             tile = self.tile(where, n, item)
             steps = self.steps(tile, n)
-            row0, column0 = group * ROWS_OF_WARPGROUP, tile.column_tile * c.tile_n
-            if cutlass.const_expr(c.is_outer):
-                mine = OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * c.tile_m + row0), thread)
-            else:
-                mine = OfRows(where.list + tile.first, tile.rows, row0, thread)
+            row0 = group * ROWS_OF_WARPGROUP
             if cutlass.const_expr(c.form == "gated_back"):
-                back.begin(sums, mine, column0)
+                back.begin(sums, self.results(where, tile, row0, thread, n), tile.column_tile * c.tile_n)
             if cutlass.const_expr(c.is_outer):  # noqa: SIM114, at compile time
                 self.multiply(ring, fill, steps, a, b, of_a, of_b, mma, sums, tile, group, thread)
             elif row0 < tile.rows:
                 self.multiply(ring, fill, steps, a, b, of_a, of_b, mma, sums, tile, group, thread)
             else:  # the other consumer has the tensor cores alone
                 self.pass_over(ring, fill, steps)
+            mine = self.results(where, tile, row0, thread, n)
             if cutlass.const_expr(c.form == "gated"):
-                store_gated(sums, y, gates, mine, tile.first, column0 // 2, n.n)
+                store_gated(sums, y, gates, mine, tile.first, tile.column_tile * (c.tile_n // 2), n.n)
             elif cutlass.const_expr(c.form == "gated_back"):
-                back.store(sums, y, mine, tile.first, column0, tile.column_tile)
+                back.store(sums, y, mine, tile.first, tile.column_tile * c.tile_n, tile.column_tile)
             else:
-                store_output(sums, factors, y, mine, None, column0, thread, n.n)
+                store_output(sums, factors, y, mine, None, tile.column_tile * c.tile_n, thread, n.n)
             fill = fill + steps
+
+    def results(self, where: tuple, tile: Tile, row0: Int32, thread: Int32, n: Extents) -> OfRows | OfMatrix:
+        """What a consumer stores of a tile."""
+        if self.config.is_outer:
+            return OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * self.config.tile_m + row0), thread)
+        return OfRows(where.list + tile.first, tile.rows, row0, thread)
 
     @cute.jit
     def multiply(
