@@ -72,7 +72,7 @@ class Problem:
 
     @property
     def results(self) -> dict[str, Result]:
-        """What a launch writes."""
+        """The arrays that a launch writes."""
         (rows, m), n = self.a.shape, self.n
         if self.form == "gated":
             return {"y": Result((rows, n), BF16, "listed"), "inner": Result((rows, n // 2), BF16, "sorted")}
@@ -91,7 +91,7 @@ class Problem:
     def of_group(self, results: Mapping[str, Array], group: int) -> dict[str, Array]:
         """The part of results that a group has."""
         rows = self.rows_of(group)
-        places = {"sorted": rows, "listed": self.list[rows], "groups": group}
+        places: dict[str, Any] = {"sorted": rows, "listed": self.list[rows], "groups": group}
         return {name: results[name][places[x.order]] for name, x in self.results.items()}
 
     def spoil(self, group: int) -> None:
@@ -133,8 +133,8 @@ class Problem:
 
 
 def through(made: Array) -> tuple[Array, Array, Array]:
-    """What gates let through of up projections, and its derivatives in both; where one is the limit, half of that
-    before it."""
+    """The numbers that gates let through of up projections, and their derivatives in both; where one is the limit, half
+    of that before it."""
     gate, up = np.split(made.astype(np.float64), 2, 1)
     slope = lambda x: np.where(x < LIMIT, 1, np.where(x == LIMIT, 0.5, 0))  # noqa: E731
     opens, passes = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT)

@@ -74,9 +74,9 @@ def expert_product_gated_back(
     *,
     limit: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From the gradients a of what experts make: those of gates and up projections `[rows, 2, n]`, and the channels
-    `[rows, n]` as `expert_product_gated` makes them, where row r is of a[r], in a's dtype; and float32 `[rows, parts]`,
-    whose sum over parts is the gradient of `weights[to[r]]`, in row `to[r]`.
+    """The gradients of gates and up projections `[rows, 2, n]`, from those of what experts make, a; and the channels
+    `[rows, n]` as `expert_product_gated` makes them. In both row r is of a[r], in a's dtype. The third is float32
+    `[rows, parts]`, whose sum over parts is the gradient of `weights[to[r]]`, in row `to[r]`.
 
     Args:
       a, to, tiles, count: as in `expert_product`.

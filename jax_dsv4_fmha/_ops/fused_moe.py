@@ -23,7 +23,7 @@ ROWS = "bfloat16"
 
 
 class _Gates(Keeping):
-    """What gates and up projections make is kept."""
+    """The rule that keeps what gates and up projections make, by its name."""
 
     names = ("dsv4_fmha_gates",)
 

@@ -23,7 +23,7 @@ class Config:
 
     @property
     def is_turned(self) -> bool:
-        """Whether matrices are read along their rows."""
+        """True if matrices are read along their rows."""
         return self.form in ("turned", "gated_back")
 
     @property

@@ -38,7 +38,7 @@ class Back(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """What a gate lets through, and the factors by which it grows with gate and up projection."""
+    """The number that a gate lets through, and the factors by which it grows with gate and up projection."""
 
     value: Float32
     by_gate: Float32

@@ -308,7 +308,7 @@ class ExpertProductSm90(Kernel):
             fill = fill + steps
 
     def results(self, where: tuple, tile: Tile, row0: Int32, thread: Int32, n: Extents) -> OfRows | OfMatrix:
-        """What a consumer stores of a tile."""
+        """The results that a consumer stores of a tile."""
         if self.config.is_outer:
             return OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * self.config.tile_m + row0), thread)
         return OfRows(where.list + tile.first, tile.rows, row0, thread)
