@@ -141,6 +141,7 @@ def calls(run, args):
     """How often an exported program calls each form of the products, and no other experts' kernel."""
     text = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
     assert "dsv4_fmha_fused_moe(" not in text
+    assert text.count("optimization_barrier") >= 3  # before each gather of rows, whose numbers XLA would make anew
     names = "product", "product_gated", "product_turned", "product_gated_back", "outer_product"
     return [text.count(f"dsv4_fmha_expert_{name}(") for name in names]
 

@@ -86,7 +86,8 @@ def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy
 
 def _rows(x: jax.Array, by: Grouped, c: int) -> jax.Array:
     """Rows of x `[b, s, k]` by expert, c of each token."""
-    return jnp.take(x.reshape(-1, x.shape[-1]), by.source // c, 0, mode="clip")
+    tokens = jax.lax.optimization_barrier(by.source // c)  # else XLA adds up sizes anew for each number that it moves
+    return jnp.take(x.reshape(-1, x.shape[-1]), tokens, 0, mode="clip")
 
 
 def _here(chosen: jax.Array, e: int) -> jax.Array:
