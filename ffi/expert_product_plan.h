@@ -9,12 +9,14 @@
 
 namespace dsv4_fmha {
 
-enum ExpertProductForm : int64_t { kOfRows, kTurned, kOuter };  // kernels/abi.py says what each is
+enum ExpertProductForm : int64_t { kOfRows, kGated, kTurned, kGatedBack, kOuter };  // kernels/abi.py: what each is
 
 // a [rows, m]; b [groups, n, m], [groups, m, n] or [rows, n]; of a TensorMapDataType.
 struct ExpertProductShape {
   int64_t form, rows, m, n, groups, type;
   int64_t tiles;  // room for tiles of rows; of a form that has them
+
+  bool is_turned() const { return form == kTurned || form == kGatedBack; }
 };
 
 constexpr int64_t kSummedAtOnce = 64;                       // of what is summed over, and columns of a box
@@ -56,15 +58,16 @@ inline TensorArgument InBoxes(int64_t type, int64_t box, int64_t columns, int64_
 }
 
 inline Plan<ExpertProductArguments> PlanExpertProduct(const ExpertProductShape& x, const Tiles& tiles,
-                                                      const ExpertProductAddresses& at) {
-  const bool outer = x.form == kOuter, turned = x.form == kTurned;
+                                                      float limit, const ExpertProductAddresses& at) {
+  const bool outer = x.form == kOuter;
   const int64_t most = outer ? x.groups * (x.m / kResultRows) : x.tiles;
   const int64_t work = most * (x.n / kResultColumns);
+  const int64_t box = x.form == kGated ? kResultColumns / 2 : kResultColumns;  // gates and up projections lie apart
   return {.grid = U32(std::min<int64_t>(work, tiles.processors)),
           .arguments = {.a = InBoxes(x.type, outer ? kSummedAtOnce : kResultRows, x.m, x.rows, 0, at.a),
-                        .b = outer    ? InBoxes(x.type, kSummedAtOnce, x.n, x.rows, 0, at.b)
-                             : turned ? InBoxes(x.type, kSummedAtOnce, x.n, x.m, x.groups, at.b)
-                                      : InBoxes(x.type, kResultColumns, x.m, x.n, x.groups, at.b),
+                        .b = outer           ? InBoxes(x.type, kSummedAtOnce, x.n, x.rows, 0, at.b)
+                             : x.is_turned() ? InBoxes(x.type, kSummedAtOnce, x.n, x.m, x.groups, at.b)
+                                             : InBoxes(x.type, box, x.m, x.n, x.groups, at.b),
                         .y = at.y,
                         .list = at.list,
                         .tiles = at.tiles,
@@ -72,6 +75,11 @@ inline Plan<ExpertProductArguments> PlanExpertProduct(const ExpertProductShape& 
                         .m = I32(x.m),
                         .n = I32(x.n),
                         .groups = I32(x.groups),
+                        .inner = at.inner,
+                        .weights = at.weights,
+                        .limit = limit,
+                        .made = at.made,
+                        .of_weights = at.of_weights,
                         .first = at.first,
                         .sizes = at.sizes}};
 }

@@ -253,12 +253,15 @@ int dsv4_fmha_plan_grouped_product(const FusedMoeShape* shape, bool gated, float
 }
 
 // A product of rows by group, as training has them.
-int dsv4_fmha_plan_expert_product(const ExpertProductShape* shape, const Tiles* tiles,
+int dsv4_fmha_plan_expert_product(const ExpertProductShape* shape, float limit, const Tiles* tiles,
                                   const ExpertProductAddresses* addresses, ShownLaunch* out, char* error,
                                   size_t error_bytes) {
-  const Layout& layout = shape->form == kOuter ? kExpertOuterProduct : kExpertProduct;
-  return Show(layout.name, PlanExpertProduct(*shape, *tiles, *addresses), CheckExpertProductShape(*shape), out, error,
-              error_bytes);
+  const Layout& layout = shape->form == kOuter       ? kExpertOuterProduct
+                         : shape->form == kGated     ? kExpertProductGated
+                         : shape->form == kGatedBack ? kExpertProductGatedBack
+                                                     : kExpertProduct;
+  return Show(layout.name, PlanExpertProduct(*shape, *tiles, limit, *addresses), CheckExpertProductShape(*shape), out,
+              error, error_bytes);
 }
 
 // Hyper-connections between two sublayers: 0, or -1 with the reason in `error`.

@@ -744,7 +744,8 @@ class GroupedProduct(Variant):
 @dataclass(frozen=True)
 class ExpertProduct(Variant):
     """Products of rows by group, as training has them. form: "rows", of rows with their group's matrix [n, k];
-    "turned", with a matrix [k, n]; "outer", of all rows of a group with one another, the gradient of its matrix.
+    "gated", the same, then SwiGLU; "turned", with a matrix [k, n]; "gated_back", the same, then SwiGLU's gradient;
+    "outer", of all rows of a group with one another, the gradient of its matrix.
     """
 
     dtype: str  # of all arrays
@@ -754,16 +755,20 @@ class ExpertProduct(Variant):
 
     @property
     def layout(self) -> str:
-        return "expert_outer_product" if self.form == "outer" else "expert_product"
+        gates = f"_{self.form}" if self.form in ("gated", "gated_back") else ""
+        return "expert_outer_product" if self.form == "outer" else f"expert_product{gates}"
 
     @property
     def params(self) -> Params:
         is_outer = self.form == "outer"
         maps = (("a", "map"), ("a", "extents2"), ("b", "map"), ("b", "extents2" if is_outer else "extents3"))
         where = ("first", "sizes") if is_outer else ("list", "tiles", "count")
+        gates = {"gated": ("inner", "weights"), "gated_back": ("inner", "weights", "made", "of_weights")}
+        of_gates = gates.get(self.form, ())
         return (
             *(Param(name, kind) for name, kind in maps),
-            *each("address", "y", *where),
+            *each("address", "y", *where, *of_gates),
+            *each("float32", *["limit"] * bool(of_gates)),
             *each("int32", "m", "n", "groups"),
         )
 

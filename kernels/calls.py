@@ -438,6 +438,37 @@ TARGETS = (
         )
         for name, axes in (("expert_product", "n m"), ("expert_product_turned", "m n"))
     ),
+    Target(  # gates and up projections, and the channels that they make, times weights
+        "expert_product_gated",
+        "expert_product",
+        (
+            array("a: T[rows m]", aligned=True),
+            array("b: T[groups 2 n m]", aligned=True),
+            *arrays("list: s32[rows]"),
+            array("tiles: s32[n_tiles 4]", aligned=True),
+            *arrays("count: s32[1]", "weights: f32[rows]"),
+        ),
+        (array("y: T[rows 2 n]", aligned=True), array("inner: T[rows n]", aligned=True)),
+        {"limit": "float32"},
+    ),
+    Target(  # the gradients of gates and up projections, the channels again, and parts of the gradient of weights
+        "expert_product_gated_back",
+        "expert_product",
+        (
+            array("a: T[rows m]", aligned=True),
+            array("b: T[groups m n]", aligned=True),
+            array("made: T[rows 2 n]", aligned=True),
+            *arrays("list: s32[rows]"),
+            array("tiles: s32[n_tiles 4]", aligned=True),
+            *arrays("count: s32[1]", "weights: f32[rows]"),
+        ),
+        (
+            array("y: T[rows 2 n]", aligned=True),
+            array("inner: T[rows n]", aligned=True),
+            *arrays("of_weights: f32[rows n_parts]"),
+        ),
+        {"limit": "float32"},
+    ),
     Target(  # the sum over a group's rows of their outer products
         "expert_outer_product",
         "expert_product",

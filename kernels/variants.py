@@ -309,7 +309,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         ExpertProduct("expert_product", "sm_90a", f"{HOPPER}.expert_product.kernel", "bfloat16", form)
-        for form in ("rows", "turned", "outer")
+        for form in ("rows", "gated", "turned", "gated_back", "outer")
     ),
     AllReduce("all_reduce", "sm_90a", f"{PLAIN}.all_reduce.kernel", "bfloat16"),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),

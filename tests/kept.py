@@ -1,4 +1,5 @@
-"""Counts the memory of training without a GPU: `python -m tests.kept > docs/kept.json`, in half a minute.
+"""Counts the memory of training without a GPU: `python -m tests.kept > docs/kept.json`, in half a minute, where kernels
+are built.
 
 `kept` has the bytes that the traced forward pass of eight layers of V4-Flash's sizes with 16 experts, b 2 × 4096, in
 bfloat16, keeps for the backward pass, without parameters and their gradients. `loss` has the temporary bytes of XLA's
@@ -26,9 +27,9 @@ OTHERS = {
 
 
 def kept(model: Model) -> dict[str, float]:
-    """GiB of activations by policy: arrays that have the shape of no parameter."""
+    """GiB of activations by policy: arrays that have shape and dtype of no parameter."""
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.float32))
-    fixed, shapes = {x: params[x] for x in FIXED if x in params}, {x.shape for x in jax.tree.leaves(params)}
+    fixed, shapes = {x: params[x] for x in FIXED if x in params}, {(x.shape, x.dtype) for x in jax.tree.leaves(params)}
     tokens, found = jax.ShapeDtypeStruct((B, S), jnp.int32), {}
     for name, policy in train.POLICIES.items():
 
@@ -39,7 +40,7 @@ def kept(model: Model) -> dict[str, float]:
             return jax.vjp(loss, learned, has_aux=True)[1]
 
         arrays = jax.tree.leaves(jax.eval_shape(residuals, train.learnable(params), fixed, tokens))
-        found[name] = round(sum(x.size * x.dtype.itemsize for x in arrays if x.shape not in shapes) / GIB, 1)
+        found[name] = round(sum(x.size * x.dtype.itemsize for x in arrays if (x.shape, x.dtype) not in shapes) / GIB, 1)
     return found
 
 

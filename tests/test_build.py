@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from interpreter.kernels import kv_insert
+from interpreter.kernels.expert_product import FORMS
 from interpreter.kernels.native import (
     TYPES,
     Shape,
@@ -193,9 +194,16 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         else:
             launch = plan_grouped_product(sizes, variant.gated, 1.0, tile_m=16, tile_n=128, processors=132)
     elif isinstance(variant, ExpertProduct):
-        form = {"rows": 0, "turned": 1, "outer": 2}[variant.form]
-        sizes = {"form": form, "rows": 7, "m": 128, "n": 256, "groups": 3, "type": TYPES["bfloat16"], "tiles": 3}
-        launch = plan_expert_product(sizes, tile_m=128, tile_n=256, processors=132)
+        sizes = {
+            "form": FORMS.index(variant.form),
+            "rows": 7,
+            "m": 128,
+            "n": 256,
+            "groups": 3,
+            "type": TYPES["bfloat16"],
+            "tiles": 3,
+        }
+        launch = plan_expert_product(sizes, 1.0, tile_m=128, tile_n=256, processors=132)
     elif isinstance(variant, HyperConnection):
         sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
         launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)

@@ -15,12 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from examples.deepseek_v4 import common, train
 from examples.deepseek_v4.checkpoint import Checkpoint
+from examples.deepseek_v4.mfu import first_layers
 from examples.deepseek_v4.model import FIXED, Model
 from examples.deepseek_v4.save import save
+from examples.deepseek_v4.speed import FLASH
 from examples.deepseek_v4.weights import load
 from jax_dsv4_fmha.layers import unzigzag, zigzag
 
 from .helpers import assert_in_place, collectives, computed, trained
+from .kept import kept
 from .test_deepseek_v4 import assert_close, prompts, small
 
 
@@ -151,6 +154,20 @@ def test_no_copy_of_a_state(axes):
         trainer = train.Trainer(model, mesh, steps=10, rate=1e-3, remat="but-attention")
         batch = train.Row(jax.ShapeDtypeStruct((2, 32), jnp.int32, sharding=NamedSharding(mesh, P("data"))), None)
         assert_in_place(trainer.step.trace(trainer.shapes(), batch))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+def test_a_policy_keeps_what_those_before_it_keep_and_more():
+    """Of a layer of V4-Flash's sizes: the experts' gates and up projections, then products, then parameters."""
+    model = Model.from_config(first_layers(FLASH, 1) | {"n_routed_experts": 16, "num_hash_layers": 0})
+    with common.mesh_of(1, 1, data=1):
+        of = kept(model)
+    assert list(of) == list(train.POLICIES) and list(of.values()) == sorted(set(of.values()))
+    gates = 8192 * 6 * 2 * 2048 * 2 / 2**30
+    assert of["but-experts"] - of["but-attention"] == pytest.approx(gates, abs=0.1)
+    experts = 16 * 3 * 2048 * 4096 * 2 / 2**30
+    assert of["but-parameters"] - of["but-products"] > experts
 
 
 def test_what_learns(monkeypatch):

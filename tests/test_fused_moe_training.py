@@ -38,6 +38,13 @@ def by_groups(a, b, first, sizes):
     return np.stack([a[span].T @ b[span] for span in spans])
 
 
+def through(made, weights, limit):
+    """What gates let through, times weights."""
+    gate, up = jnp.moveaxis(made.astype(jnp.float32), 1, 0)
+    y = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weights[:, None]
+    return y.astype(made.dtype)
+
+
 @pytest.fixture
 def products(monkeypatch):
     """Products by NumPy, in the dtype of their rows, in place of the kernels'."""
@@ -51,7 +58,20 @@ def products(monkeypatch):
         shape = jax.ShapeDtypeStruct((first.shape[0], a.shape[1], b.shape[1]), jnp.float32)
         return jax.pure_callback(by_groups, shape, a, b, first, sizes).astype(a.dtype)
 
+    def expert_product_gated(a, b, to, tiles, count, weights, *, limit):
+        made = expert_product(a, b.reshape(len(b), -1, b.shape[3]), to, tiles, count).reshape(len(a), *b.shape[1:3])
+        return made, through(made[to], weights[to], limit)
+
+    def expert_product_gated_back(a, b, made, to, tiles, count, weights, *, limit):
+        of_inner = expert_product(a, b, jnp.arange(len(a)), tiles, count, turned=True)
+        inner, back = jax.vjp(functools.partial(through, limit=limit), made[to], weights[to])
+        of_made, of_weights = back(of_inner)
+        parts = jnp.full((len(a), b.shape[2] // raw.COLUMNS), jnp.nan).at[to].set(0)
+        return of_made, inner, parts.at[to, 0].set(of_weights)
+
     monkeypatch.setattr(raw, "expert_product", expert_product)
+    monkeypatch.setattr(raw, "expert_product_gated", expert_product_gated)
+    monkeypatch.setattr(raw, "expert_product_gated_back", expert_product_gated_back)
     monkeypatch.setattr(raw, "expert_outer_product", expert_outer_product)
 
 
@@ -117,15 +137,34 @@ def test_explain_says_what_a_gradient_launches():
     assert all("expert_product" in d.reason for d in decisions)
 
 
+def calls(run, args):
+    """How often an exported program calls each form of the products, and no other experts' kernel."""
+    text = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
+    assert "dsv4_fmha_fused_moe(" not in text
+    assert text.count("optimization_barrier") >= 3  # before each gather of rows, whose numbers XLA would make anew
+    names = "product", "product_gated", "product_turned", "product_gated_back", "outer_product"
+    return [text.count(f"dsv4_fmha_expert_{name}(") for name in names]
+
+
 @pytest.mark.usefixtures("built")
 def test_the_calls_are_exported():
     args = operands(Problem.of([3, 4]), is_packed=False)
-    run = jax.jit(lambda *args: gradients(args, None))
-    text = jax.export.export(run, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
-    calls = [
-        text.count(f"dsv4_fmha_{name}(") for name in ("expert_product", "expert_product_turned", "expert_outer_product")
-    ]
-    assert calls == [2, 2, 2] and "dsv4_fmha_fused_moe(" not in text
+    assert calls(lambda *args: gradients(args, None), args) == [1, 1, 1, 1, 2]
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("names, anew", [((), 1), (("dsv4_fmha_gates",), 0)])
+def test_a_policy_that_keeps_gates_makes_no_product_twice(names, anew):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def run(given, w13, w2, chosen, weights):
+        of = functools.partial(fused_moe, chosen=chosen, limit=LIMIT)
+        y, back = jax.vjp(
+            jax.checkpoint(lambda x, *w: of(x, *w[:2], weights=w[2]), policy=policy), given, w13, w2, weights
+        )
+        return y, *back(y)
+
+    assert calls(run, operands(Problem.of([3, 4]), is_packed=False)) == [1 + anew, 1 + anew, 1, 1, 2]
 
 
 @pytest.mark.usefixtures("built")
@@ -213,6 +252,45 @@ def test_products(form):
     assert there.sum() == (want.size if form == "outer" else rows * n)
     assert far.max() < 2**-8 * m**0.5
     assert (got[there].view(np.uint16) == again[there].view(np.uint16)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_products_with_gates():
+    """Gates and up projections in the plain product's bits; what they let through, and the gradients, of these."""
+    sizes = np.array([5, 0, 1, 64, 128, 333, 0, 1000], np.int32)
+    e, left, m, n = len(sizes), 7, 640, 512
+    chosen = np.concatenate([np.repeat(np.arange(e), sizes), np.full(left, -1)]).astype(np.int32)
+    by, rows = grouped(jnp.asarray(chosen)[None, :, None], e), len(chosen)
+    to = jax.random.permutation(jax.random.key(3), jnp.arange(rows, dtype=jnp.int32))
+    where, there = (to, by.tiles, by.tile_count), slice(rows - left)
+    a = jax.random.normal(jax.random.key(1), (rows, m), jnp.bfloat16).at[there.stop :].set(jnp.nan)
+    w13 = jax.random.normal(jax.random.key(2), (e, 2, n, m), jnp.bfloat16) * m**-0.5
+    w2 = jax.random.normal(jax.random.key(4), (e, m, n), jnp.bfloat16)
+    weights = jax.random.uniform(jax.random.key(5), (rows,), jnp.float32, 0.25, 2)
+
+    run = jax.jit(functools.partial(raw.expert_product_gated, limit=LIMIT))
+    made, inner = (np.asarray(x, np.float32) for x in run(a, w13, *where, weights))
+    plain = np.asarray(raw.expert_product(a, w13.reshape(e, 2 * n, m), *where), np.float32).reshape(made.shape)
+    listed = np.asarray(to)[there]
+    np.testing.assert_array_equal(made[listed], plain[listed])
+    wide = jnp.asarray(made[listed]), weights[listed]
+    np.testing.assert_allclose(inner[there], through(*wide, LIMIT), rtol=2**-7, atol=1e-5)
+
+    run = jax.jit(functools.partial(raw.expert_product_gated_back, limit=LIMIT))
+    kept = jnp.asarray(made, jnp.bfloat16)
+    got, again = ([np.asarray(x, np.float32) for x in run(a, w2, kept, *where, weights)] for _ in range(2))
+    of_inner = by_tiles(a, w2, np.arange(rows), by.tiles, by.tile_count, turned=True)[there]
+    value, back = jax.vjp(functools.partial(through, limit=LIMIT), *wide)
+    for name, x, y, want in zip(
+        ("made", "inner", "weights"),
+        (got[0][there], got[1][there], got[2].sum(1)[listed]),
+        (again[0][there], again[1][there], again[2].sum(1)[listed]),
+        (back(of_inner)[0], value, back(of_inner)[1]),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y, name)
+        assert np.linalg.norm(x - want) <= 2**-8 * np.linalg.norm(want), name
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import native
-from interpreter.kernels.expert_product import Problem, judge, run, typical
+from interpreter.kernels.expert_product import FORMS, TILE_N, Problem, judge, run, typical
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Misuse, Race, Undefined
@@ -33,12 +33,11 @@ def test_a_group_has_the_same_bits_in_any_company(form):
     whole = typical(BUILT[form])
     group = 2
     rows = whole.rows_of(group)
-    b = whole.b[rows] if form == "outer" else whole.b[group : group + 1]
-    alone = Problem(form, (whole.sizes[group],), whole.a[rows], b)
-    among, by_itself = run(BUILT[form], whole), run(BUILT[form], alone)
-    among = among[group] if form == "outer" else among[whole.list[rows]]
-    by_itself = by_itself[0] if form == "outer" else by_itself[alone.list]
-    assert among.tobytes() == by_itself.tobytes()
+    b, listed = whole.b[rows] if form == "outer" else whole.b[group : group + 1], whole.list[rows][::-1]
+    alone = Problem(form, (whole.sizes[group],), whole.a[rows], b, whole.made[listed], whole.weights[listed])
+    among, by_itself = (x.of_group(run(BUILT[form], x), g) for x, g in ((whole, group), (alone, 0)))
+    for name, found in among.items():
+        assert found.tobytes() == by_itself[name].tobytes(), name
 
 
 @needs_kernels
@@ -46,13 +45,15 @@ def test_a_group_has_the_same_bits_in_any_company(form):
 def test_what_is_not_a_number_stays_in_its_group(form):
     x = typical(BUILT[form])
     usual = run(BUILT[form], x)
-    x.a[x.rows_of(3)], hit = np.nan, x.list[x.rows_of(3)]
-    if form == "outer":
-        x.b[x.rows_of(3)], hit = np.nan, [3]
-    made = run(BUILT[form], x)
-    of_groups = np.concatenate([x.list[x.rows_of(g)] for g in range(4)])
-    others = sorted(set(range(4) if form == "outer" else of_groups.tolist()).difference(list(hit)))
-    assert np.isnan(made[list(hit)].astype(np.float32)).all() and made[others].tobytes() == usual[others].tobytes()
+    x.spoil(3)
+    spoilt = run(BUILT[form], x)
+    for group in range(4):
+        before, after = (x.of_group(results, group) for results in (usual, spoilt))
+        for name, found in after.items():
+            if group == 3:
+                assert np.isnan(found.astype(np.float32)).all(), name
+            else:
+                assert found.tobytes() == before[name].tobytes(), (group, name)
 
 
 @needs_kernels
@@ -65,22 +66,23 @@ def test_groups_of_few_rows(sizes):
 
 
 def test_the_launch_refuses():
-    sizes = {"form": 0, "rows": 5, "m": 128, "n": 256, "groups": 2, "type": 9, "tiles": 2}
+    sizes = {"form": FORMS.index("rows"), "rows": 5, "m": 128, "n": 256, "groups": 2, "type": 9, "tiles": 2}
     changes = (
         ({"m": 96}, "m is 96, wanted a multiple of 64"),
-        ({"form": 2, "m": 64}, "m is 64, wanted a multiple of 128"),
+        ({"form": FORMS.index("outer"), "m": 64}, "m is 64, wanted a multiple of 128"),
         ({"n": 128}, "n is 128, wanted a multiple of 256"),
         ({"rows": 0}, "rows is 0"),
         ({"tiles": 2**30, "n": 1024}, "the number of tiles"),
     )
     for changed, says in changes:
         with pytest.raises(ValueError, match=says):
-            native.plan_expert_product(sizes | changed, tile_m=128, tile_n=256, processors=2)
+            native.plan_expert_product(sizes | changed, 1.0, tile_m=128, tile_n=256, processors=2)
 
 
 @pytest.mark.parametrize("form", BUILT)
-def test_the_package_knows_the_rows_of_a_tile(form):
-    assert Kernel.of(BUILT[form]).facts["tile_m"] == raw.TILE
+def test_the_package_knows_the_sizes_of_a_tile(form):
+    facts = Kernel.of(BUILT[form]).facts
+    assert (facts["tile_m"], facts["tile_n"]) == (raw.TILE, raw.COLUMNS) and raw.COLUMNS == TILE_N
 
 
 def fault(name, form, raises, says, edit=None, **parameters):
@@ -138,21 +140,60 @@ def test_wrong_tables_give_wrong_answers(form):
             raise LookupError(name)
 
 
+def own(which):
+    """Some exchanges between neighbouring lanes give a lane its own number."""
+    return lambda text: edits.replace(
+        text, r"(shfl\.sync\.bfly\.b32[^;]*), 1, 31, -1", lambda found: f"{found[1]}, 0, 31, -1", which
+    )
+
+
+def later(size):
+    """An address so many bytes on."""
+    return lambda address: address + size
+
+
 FAULTS = [
-    *(fault("a row of the neighbour", f, Wrong, "numbers of group", **{"a.map": moved(1)}) for f in ("rows", "turned")),
+    *(
+        fault("a row of the neighbour", f, Wrong, "numbers of group", **{"a.map": moved(1)})
+        for f in ("rows", "gated", "turned", "gated_back")
+    ),
     fault("64 of k too few", "turned", Wrong, "numbers of group", m=lambda m: m - 64),
+    fault("64 of k too few, gated", "gated", Wrong, "in y", m=lambda m: m - 64),
     fault("rows past the end count", "outer", Wrong, "numbers of group", edits.replacing(("st.shared.v4", "//"))),
     *(
         fault(f"nobody waits for a stage, {f}", f, (Race, Undefined), "reads|nobody", without_waits("full"))
-        for f in ("rows", "turned", "outer")
+        for f in ("rows", "gated", "turned", "gated_back", "outer")
     ),
     *(
         fault(f"a stage is filled while it is read, {f}", f, (Race, Misuse), "writes|arrival", without_waits("empty"))
-        for f in ("rows", "turned", "outer")
+        for f in ("rows", "gated", "turned", "gated_back", "outer")
     ),
-    fault(
-        "sums are read while products run", "rows", Race, "register", without(r"wgmma\.wait_group\.sync\.aligned\s+0")
+    *(
+        fault(
+            f"sums are read while products run, {f}",
+            f,
+            Race,
+            "register",
+            without(r"wgmma\.wait_group\.sync\.aligned\s+0"),
+        )
+        for f in ("rows", "gated", "gated_back")
     ),
+    *(
+        fault(f"the weight of the choice before, {f}", f, (Wrong, Undefined), said, weights=later(-4))
+        for f, said in (("gated", "in inner|nobody"), ("gated_back", "in y|nobody"))
+    ),
+    *(
+        fault(f"another limit, {f}", f, Wrong, said, limit=lambda limit: limit / 2)
+        for f, said in (("gated", "in inner"), ("gated_back", "in y"))
+    ),
+    *(
+        fault(f"channels of the row after, {f}", f, (Wrong, Undefined), "in inner|nobody", inner=later(2 * channels))
+        for f, channels in (("gated", 256), ("gated_back", 512))
+    ),
+    fault("gates have no limit", "gated", Wrong, "in inner", edits.replacing(("min.NaN.f32", "max.NaN.f32"))),
+    fault("gates that the neighbour made", "gated_back", (Wrong, Undefined), "in y|nobody", made=later(-2 * 2 * 512)),
+    fault("a quad's lanes move nothing", "gated_back", Wrong, "in y", own(slice(0, 8))),
+    fault("a sum of weights is of one lane", "gated_back", Wrong, "in of_weights", own(slice(-1, None))),
 ]
 
 

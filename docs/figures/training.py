@@ -24,12 +24,16 @@ OF_PART = {
     "collectives": "collectives",
     "idle": "idle",
 }
+HIDDEN, INNER, CHOSEN = 4096, 2048, 6
+"""of V4-Flash's experts: their channels, those inside, and how many a token has"""
 LAST = 25
 """steps of a mean"""
 REMAT = {
     "all": "all of a layer",
     "but-attention": "all but attention",
+    "but-experts": "all but attention and the routed experts' products",
     "but-products": "all but attention and products with matrices",
+    "but-parameters": "all but these and parameters in bfloat16",
     "none": "nothing",
 }
 
@@ -59,6 +63,28 @@ def head_loss() -> str:
     loss = load("kept")["loss"]
     rows = [["1024 tokens at a time", f"{loss['parts']:.1f}"], ["all logits at once", f"{loss['all logits']:.1f}"]]
     return table("loss and gradient | GiB of temporary arrays on a CPU", rows)
+
+
+def experts_budget() -> str:
+    """Bytes and FLOP of a layer's experts in training, forward and back, and the least time that they take."""
+    row, k, n = load("h200_training"), HIDDEN, INNER
+    rows, number = row["b"] * row["s"] * CHOSEN, 2  # bytes
+
+    def moved(*columns: float) -> str:
+        return f"{(size := sum(columns) * rows * number) / 1e9:.2f} GB, {1e6 * size / row['C']:.0f} µs"
+
+    def multiplied(n_times_k: int) -> str:
+        return f"{(flop := 2 * n_times_k * n * k * rows) / 1e12:.2f} TFLOP, {1e6 * flop / row['M']:.0f} µs"
+
+    by_token = moved(k, k / CHOSEN)
+    lines = [
+        ["rows by expert", moved(2 * k), moved(4 * k)],
+        ["SwiGLU, by XLA before", moved(3 * n), moved(3 * n, 3 * n, 5 * n)],
+        ["SwiGLU, at the end of products", moved(n), moved(4 * n)],
+        ["the sum over a token's experts", by_token, by_token],
+        ["products", multiplied(3), multiplied(6)],
+    ]
+    return table("least, at C and at M | forward | gradient", lines)
 
 
 def training_parts() -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,15 +35,26 @@ from .model import FIXED, Model, Streams
 from .packed import is_packed
 from .states import States
 
-ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
-PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+ATTENTION, EXPERTS, PARAMETERS = ("dsv4_fmha_o", "dsv4_fmha_lse"), "dsv4_fmha_gates", "parameters"
+"""names of what a layer makes, for policies"""
+
+
+def _products_and(*names: str) -> Any:
+    policies = jax.checkpoint_policies
+    named = policies.save_only_these_names(*names)
+    return policies.save_from_both_policies(named, policies.dots_with_no_batch_dims_saveable)
+
+
 POLICIES = {
     "all": jax.checkpoint_policies.nothing_saveable,
-    "but-attention": ATTENTION,
-    "but-products": jax.checkpoint_policies.save_from_both_policies(ATTENTION, PRODUCTS),
+    "but-attention": jax.checkpoint_policies.save_only_these_names(*ATTENTION),
+    "but-experts": jax.checkpoint_policies.save_only_these_names(*ATTENTION, EXPERTS),
+    "but-products": _products_and(*ATTENTION, EXPERTS),
+    "but-parameters": _products_and(*ATTENTION, EXPERTS, PARAMETERS),
     "none": jax.checkpoint_policies.everything_saveable,
 }
-"""what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
+"""what the backward pass computes anew of a layer: all; all but attention; all but routed experts' products too; all
+but products; all but these and parameters in the model's dtype, whole on each device of "data"; or nothing"""
 
 
 class State(NamedTuple):
@@ -76,7 +88,9 @@ def losses(
         spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
 
         def one(x: Any, spec: P, shape: Any) -> Any:
-            return x if is_packed(x) else jax.lax.with_sharding_constraint(x.astype(shape.dtype), spec)
+            if is_packed(x):
+                return x
+            return checkpoint_name(jax.lax.with_sharding_constraint(x.astype(shape.dtype), spec), PARAMETERS)
 
         return jax.tree.map(one, params, spec, shape, is_leaf=is_packed)
 

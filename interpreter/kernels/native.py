@@ -482,11 +482,17 @@ def plan_grouped_product(
 
 
 def plan_expert_product(
-    shape: dict[str, int], *, tile_m: int, tile_n: int, processors: int, addresses: dict[str, int] | None = None
+    shape: dict[str, int],
+    limit: float,
+    *,
+    tile_m: int,
+    tile_n: int,
+    processors: int,
+    addresses: dict[str, int] | None = None,
 ) -> Plan:
     """Returns the launch of a product of rows by group."""
     given, at = ctypes.byref(filled("ExpertProductShape", **shape)), addressed("expert_product", addresses)
-    return planned("expert_product", given, _tiles(tile_m, tile_n, processors), at)
+    return planned("expert_product", given, ctypes.c_float(limit), _tiles(tile_m, tile_n, processors), at)
 
 
 def plan_hyper_connection(

@@ -29,7 +29,8 @@ class Rule:
     """
 
     names: tuple[str, ...] = ()
-    """the results' names under jax.checkpoint, if any: with a policy that saves them, nothing runs twice"""
+    """the names under jax.checkpoint, if any, of the results, or of what is kept besides operands: with a policy that
+    saves them, nothing runs twice"""
 
     @staticmethod
     def residuals(operands: Arrays, results: Arrays) -> Any:
@@ -114,11 +115,13 @@ def _forward(f: Differentiable, *operands: jax.Array) -> tuple[Arrays, Any]:
         assert isinstance(f.forward, Call)
         results = _run(f.keeping, *operands)
         n = len(f.forward.op.results)
-        return results[:n], f.rule.residuals(operands, results[n:])
-    results = _run(f.forward, *operands)
-    if f.rule.names:
-        results = tuple(map(checkpoint_name, results, f.rule.names))
+        return results[:n], f.rule.residuals(operands, _named(f.rule, results[n:]))
+    results = _named(f.rule, _run(f.forward, *operands))
     return results, f.rule.residuals(operands, results)
+
+
+def _named(rule: type[Rule], arrays: Arrays) -> Arrays:
+    return tuple(map(checkpoint_name, arrays, rule.names)) if rule.names else arrays
 
 
 def _backward(f: Differentiable, residuals: Any, cotangents: Arrays) -> tuple[Any, ...]:

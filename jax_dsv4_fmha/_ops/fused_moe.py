@@ -22,6 +22,12 @@ ROWS = "bfloat16"
 """what matrices are in that are not packed"""
 
 
+class _Gates(Keeping):
+    """The rule that keeps what gates and up projections make, by its name."""
+
+    names = ("dsv4_fmha_gates",)
+
+
 def fused_moe(
     x: jax.Array,
     w13: PackedExperts | jax.Array,
@@ -57,7 +63,8 @@ def fused_moe(
     Returns:
       `[b, s, k]` in x's dtype. From arrays it has a gradient, in x, weights, w13 and w2, each in its own dtype; without
       a kernel it is the definition's, where every expert multiplies all tokens. From packed matrices it has none on a
-      kernel. Under `jax.vmap` the definition runs.
+      kernel. Under `jax.vmap` the definition runs. A policy of `jax.checkpoint` that saves the name "dsv4_fmha_gates"
+      keeps what gates and up projections make, `[b, s, c, 2, n]`, so that kernels make no product twice.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -110,7 +117,7 @@ def _trained(use: KernelUse, params: Params, support: Support, dtype: Any) -> Di
     if use == KernelUse.NEVER:
         return Differentiable(call, Function(_gradient, params))
     keeping, backward = (Call(op, use, params, of_gradient) for op in (_KEEPING, _BACKWARD))
-    return Differentiable(call, backward, Keeping, keeping)
+    return Differentiable(call, backward, _Gates, keeping)
 
 
 def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:

@@ -59,43 +59,35 @@ def _sorted(group: jax.Array, e: int) -> jax.Array:
 
 def forward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
     """The sum over each token's experts, and `[b, s, c, 2, n]` in x's dtype: what gates and up projections make."""
-    (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
+    e, c = w2.shape[1], chosen.shape[2]
     by = grouped(chosen, e)
-    rows = jnp.take(x.reshape(-1, k), by.source // c, 0, mode="clip")
     where = by.list, by.tiles, by.tile_count
-    made = raw.expert_product(rows, w13.reshape(e, 2 * n, k), *where)
-    inner = _inner(jnp.take(made, by.source, 0, mode="clip"), jnp.take(weights.reshape(-1), by.source), limit)
-    y = raw.expert_product(inner.astype(x.dtype), w2[0], *where)
-    return _summed(y, chosen, e, x), made.reshape(*chosen.shape, 2, n)
+    made, inner = raw.expert_product_gated(_rows(x, by, c), w13[0], *where, weights.reshape(-1), limit=limit)
+    y = raw.expert_product(inner, w2[0], *where)
+    return _summed(y, chosen, e, x), made.reshape(*chosen.shape, *made.shape[1:])
 
 
 def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of x, weights, w13 and w2; made: what `forward` keeps."""
     (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
     by = grouped(chosen, e)
-    where = by.list, by.tiles, by.tile_count
-    rows, of_rows = (jnp.take(a.reshape(-1, k), by.source // c, 0, mode="clip") for a in (x, dy))
-    given, weight = (
-        jnp.take(made.reshape(-1, 2 * n), by.source, 0, mode="clip"),
-        jnp.take(weights.reshape(-1), by.source),
+    where, groups = (by.list, by.tiles, by.tile_count), (by.first, by.sizes)
+    rows, of_rows = _rows(x, by, c), _rows(dy, by, c)
+    of_made, inner, of_weights = raw.expert_product_gated_back(
+        of_rows, w2[0], made.reshape(-1, 2, n), *where, weights.reshape(-1), limit=limit
     )
-    of_inner = jnp.take(raw.expert_product(of_rows, w2[0], *where, turned=True), by.source, 0, mode="clip")
-    inner, back = jax.vjp(lambda made, weight: _inner(made, weight, limit), given.astype(jnp.float32), weight)
-    of_given, of_weight = back(of_inner.astype(jnp.float32))
-    inner, of_given = inner.astype(x.dtype), of_given.astype(x.dtype)
-    groups = by.first, by.sizes
+    of_made = of_made.reshape(-1, 2 * n)
     of_w2 = raw.expert_outer_product(of_rows, inner, *groups)
-    of_w13 = raw.expert_outer_product(of_given, rows, *groups)
-    of_x = _summed(raw.expert_product(of_given, w13.reshape(e, 2 * n, k), *where, turned=True), chosen, e, x)
-    of_weights = jnp.zeros(chosen.size, jnp.float32).at[by.list].set(of_weight, unique_indices=True)
-    of_weights = jnp.where(_here(chosen, e), of_weights.reshape(chosen.shape), 0)
+    of_w13 = raw.expert_outer_product(of_made, rows, *groups)
+    of_x = _summed(raw.expert_product(of_made, w13.reshape(e, 2 * n, k), *where, turned=True), chosen, e, x)
+    of_weights = jnp.where(_here(chosen, e), of_weights.sum(1).reshape(chosen.shape), 0)
     return of_x, of_weights, of_w13.reshape(w13.shape), of_w2[None]
 
 
-def _inner(made: jax.Array, weight: jax.Array, limit: float) -> jax.Array:
-    """float32 `[rows, n]`: what gates let through, times each row's weight."""
-    gate, up = jnp.split(made.astype(jnp.float32), 2, 1)
-    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weight[:, None]
+def _rows(x: jax.Array, by: Grouped, c: int) -> jax.Array:
+    """Rows of x `[b, s, k]` by expert, c of each token."""
+    tokens = jax.lax.optimization_barrier(by.source // c)  # else XLA adds up sizes anew for each number that it moves
+    return jnp.take(x.reshape(-1, x.shape[-1]), tokens, 0, mode="clip")
 
 
 def _here(chosen: jax.Array, e: int) -> jax.Array:

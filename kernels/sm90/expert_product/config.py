@@ -12,7 +12,7 @@ CONSUMERS = 2  # warpgroups that multiply, 64 rows of a tile of results each
 @dataclass(frozen=True)
 class Config:
     dtype: str  # of all arrays
-    form: str  # "rows", "turned" or "outer": `kernels.abi.ExpertProduct`
+    form: str  # of `kernels.abi.ExpertProduct`
 
     tile_m: int = CONSUMERS * ROWS_OF_WARPGROUP  # rows of a tile of results
     tile_n: int = 256  # its columns
@@ -22,6 +22,11 @@ class Config:
         return self.form == "outer"
 
     @property
+    def is_turned(self) -> bool:
+        """True if matrices are read along their rows."""
+        return self.form in ("turned", "gated_back")
+
+    @property
     def box_a(self) -> tuple[int, int]:
         """Rows and columns of a stage's part of a, as they lie in memory."""
         return (SLAB, self.tile_m) if self.is_outer else (self.tile_m, SLAB)
@@ -29,7 +34,12 @@ class Config:
     @property
     def box_b(self) -> tuple[int, int]:
         """The same of b."""
-        return (self.tile_n, SLAB) if self.form == "rows" else (SLAB, self.tile_n)
+        return (SLAB, self.tile_n) if self.is_outer or self.is_turned else (self.tile_n, SLAB)
+
+    @property
+    def boxes_b(self) -> int:
+        """The boxes of b's rows that TMA loads: of gates, and of up projections."""
+        return 2 if self.form == "gated" else 1
 
     @property
     def stage_bytes(self) -> int:

@@ -1,8 +1,10 @@
 """Products of rows by group, in bfloat16, as training has them: forward, and both gradients.
 
-    rows      y[r] = b[g] a[r]       for the rows r of each group g; b [groups, n, k]; a list says where y[r] goes
-    turned    y[r] = a[r] b[g]       the same with a matrix [groups, k, n]: the gradient of rows
-    outer     y[g] = Σ a[r] b[r]'    over the rows r of group g: the gradient of its matrix, zeros for an empty group
+    rows         y[r] = b[g] a[r]     for the rows r of each group g; b [groups, n, k]; a list says where y[r] goes
+    gated        the same of gates and up projections, b [groups, 2, n, k], and what gates let through (gates.py)
+    turned       y[r] = a[r] b[g]     the same with a matrix [groups, k, n]: the gradient of rows
+    gated_back   the same, and y is the gradient of gates and up projections, by what `gated` made of them
+    outer        y[g] = Σ a[r] b[r]'  over the rows r of group g: the gradient of its matrix, zeros for an empty group
 
 A warp loads stages of 64 of what is summed over, by TMA, and two warpgroups multiply 64 x 256, each rows of its own:
 
@@ -13,10 +15,10 @@ A warp loads stages of 64 of what is summed over, by TMA, and two warpgroups mul
 Where a group ends within the first 64 rows of a tile, the second warpgroup leaves the tensor cores to the first.
 
 A CTA takes every n-th tile of results, and the ring runs on from one to the next: stages of the next tile arrive while
-sums are stored. Rows of a group follow one another in memory. In the first two forms a tile may read rows of the
-group after, whose results it does not store. In the third such rows would count, so consumers clear them in shared
-memory: not even what is not a number reaches another group. How sums are taken depends on the group's rows and their
-order alone.
+sums are stored. A tile of `gated` has 128 gates and the 128 up projections of the same channels, by two boxes of TMA.
+Rows of a group follow one another in memory. In the forms of rows a tile may read rows of the group after, whose
+results it does not store. In `outer` such rows would count, so consumers clear them in shared memory: not even what is
+not a number reaches another group. How sums are taken depends on the group's rows and their order alone.
 """
 
 from pathlib import Path
@@ -30,10 +32,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import ExpertProduct
 from kernels.aot import Compiled
-from kernels.lib.launch import WARPGROUP, Kernel, i32, pointers
+from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
 from kernels.lib.output import store_output
 from kernels.lib.pipeline import Ring
-from kernels.lib.ptx import load_four_words
+from kernels.lib.ptx import load_four_words, prefetch_bulk
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, divide, load, row_of
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
@@ -52,6 +54,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import CONSUMERS, Config
+from .gates import Back, Gated, GatedBack, store_gated
 
 CLEARED = 1  # a named barrier of all consumers
 
@@ -59,15 +62,15 @@ CLEARED = 1  # a named barrier of all consumers
 class Extents(NamedTuple):
     """The scalars of a launch, in the order of the kernel's parameters."""
 
-    m: Int32  # columns of a: what the first two forms sum over, and rows of the third form's results
-    n: Int32  # columns of y
+    m: Int32  # columns of a: what the forms of rows sum over, and rows of `outer`'s results
+    n: Int32  # columns of products: of `gated`, gates and up projections
     groups: Int32
 
 
 class ByRows(NamedTuple):
     """The tiles of rows."""
 
-    list: cute.Pointer  # int32 [rows]: the row of y that each row's result is
+    list: cute.Pointer  # int32 [rows]: the row of y that each row's result is; in `gated_back`, of what was made
     tiles: cute.Pointer  # int32 [most, 4]: group, first row, rows, 0
     count: cute.Pointer  # int32 [1], of tiles
 
@@ -85,7 +88,7 @@ class Tile(NamedTuple):
     group: Int32
     first: Int32  # row of a
     rows: Int32  # of a that count
-    row_tile: Int32  # of a group's results in the third form
+    row_tile: Int32  # of a group's results in `outer`
     column_tile: Int32
 
 
@@ -126,12 +129,17 @@ class ExpertProductSm90(Kernel):
         self,
         a: cute.Pointer,  # [rows, m]
         b: cute.Pointer,  # [groups, n, m], [groups, m, n] or [rows, n]
-        y: cute.Pointer,  # [rows, n], or [groups, m, n]
+        y: cute.Pointer,  # [rows, n], [rows, 2, n] of `gated_back`, or [groups, m, n]
         list: cute.Pointer,  # `ByRows`
         tiles: cute.Pointer,
         count: cute.Pointer,
         first: cute.Pointer,  # `ByGroups`
         sizes: cute.Pointer,
+        inner: cute.Pointer,  # `Gated`
+        weights: cute.Pointer,
+        made: cute.Pointer,  # `Back`
+        of_weights: cute.Pointer,
+        limit: Float32,
         rows: Int32,
         m: Int32,
         n: Int32,
@@ -142,19 +150,23 @@ class ExpertProductSm90(Kernel):
         c, copy = self.config, cpasync.CopyBulkTensorTileG2SOp()
         of_a = cute.make_layout((rows, m), stride=(m, 1))
         of_b = cute.make_layout((n, m, groups), stride=(m, 1, Int64(m) * n))
-        where = ByRows(list, tiles, count)
-        if cutlass.const_expr(c.form == "turned"):
+        where, gates = ByRows(list, tiles, count), ()
+        if cutlass.const_expr(c.form == "gated"):
+            gates = Gated(inner, weights, limit)
+        if cutlass.const_expr(c.form == "gated_back"):
+            gates = Back(inner, weights, made, of_weights, limit)
+        if cutlass.const_expr(c.is_turned):
             of_b = cute.make_layout((m, n, groups), stride=(n, 1, Int64(m) * n))
         if cutlass.const_expr(c.is_outer):
             of_b, where = cute.make_layout((rows, n), stride=(n, 1)), ByGroups(first, sizes)
         maps = tuple(
             tma_atom(copy, cute.make_tensor(x, layout), *box)
-            for x, layout, box in ((a, of_a, c.box_a), (b, of_b, c.box_b))
+            for x, layout, box in ((a, of_a, c.box_a), (b, of_b, (c.box_b[0] // c.boxes_b, c.box_b[1])))
         )
-        self.launch(maps, y, where, Extents(m, n, groups), ctas=ctas, stream=stream)
+        self.launch(maps, y, where, gates, Extents(m, n, groups), ctas=ctas, stream=stream)
 
     @cute.kernel
-    def kernel(self, maps: tuple, y: cute.Pointer, where: tuple, n: Extents):
+    def kernel(self, maps: tuple, y: cute.Pointer, where: tuple, gates: tuple, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = TileAllocator(self.dtype)
@@ -169,14 +181,14 @@ class ExpertProductSm90(Kernel):
         cute.arch.sync_threads()
         if warp < 4 * CONSUMERS:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(ring, a, b, y, where, n)
+            self.consume(ring, a, b, y, where, gates, n)
         else:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 4 * CONSUMERS:
-                self.produce(ring, a, b, maps, where, n)
+                self.produce(ring, a, b, maps, where, gates, n)
 
     def parts(self, n: Extents) -> tuple[Int32, Int32]:
-        """The numbers of tiles of results along rows, of a group in the third form, and along columns."""
+        """The numbers of tiles of results along rows, of a group in `outer`, and along columns."""
         c = self.config
         return n.m // c.tile_m, n.n // c.tile_n
 
@@ -204,7 +216,7 @@ class ExpertProductSm90(Kernel):
         return ceil_div(tile.rows if self.config.is_outer else n.m, Int32(SLAB))
 
     @cute.jit
-    def produce(self, ring: Ring, a: cute.Tensor, b: cute.Tensor, maps: tuple, where: tuple, n: Extents):
+    def produce(self, ring: Ring, a: cute.Tensor, b: cute.Tensor, maps: tuple, where: tuple, gates: tuple, n: Extents):
         """One warp loads."""
         c, fill = self.config, Int32(0)
         (tma_a, mA), (tma_b, mB) = maps
@@ -217,10 +229,20 @@ class ExpertProductSm90(Kernel):
                 of_b = cute.local_tile(cute.domain_offset((tile.first, 0), mB), c.box_b, (None, tile.column_tile))
             else:
                 of_a = cute.local_tile(of_a, c.box_a, (0, None))
-                place = (tile.column_tile, None) if cutlass.const_expr(c.form == "rows") else (None, tile.column_tile)
-                of_b = cute.local_tile(mB[None, None, tile.group], c.box_b, place)
+                place = (None, tile.column_tile) if cutlass.const_expr(c.is_turned) else (tile.column_tile, None)
+                box = c.box_b[0] // c.boxes_b, c.box_b[1]
+                of_b = cute.local_tile(mB[None, None, tile.group], box, place)
             gA, sA = tma_tiles(tma_a, of_a, a)
-            gB, sB = tma_tiles(tma_b, of_b, b)
+            if cutlass.const_expr(c.boxes_b == 2):
+                ups = (self.parts(n)[1] + tile.column_tile, None)
+                ups = cute.local_tile(mB[None, None, tile.group], box, ups)
+                (gB, sB), (gU, sU) = (
+                    tma_tiles(tma_b, x, cute.local_tile(b, box, (i, 0, None))) for i, x in enumerate((of_b, ups))
+                )
+            else:
+                gB, sB = tma_tiles(tma_b, of_b, b)
+            if cutlass.const_expr(c.form == "gated_back"):
+                self.prefetch(tile, where, gates, n)
             steps = self.steps(tile, n)
             for t in cutlass.range(steps, unroll=1):
                 state = ring.at(fill + t)
@@ -229,10 +251,25 @@ class ExpertProductSm90(Kernel):
                     state.expect_full(c.stage_bytes)
                 cute.copy(tma_a, gA[None, t], sA[None, state.index], tma_bar_ptr=state.full)
                 cute.copy(tma_b, gB[None, t], sB[None, state.index], tma_bar_ptr=state.full)
+                if cutlass.const_expr(c.boxes_b == 2):
+                    cute.copy(tma_b, gU[None, t], sU[None, state.index], tma_bar_ptr=state.full)
             fill = fill + steps
 
     @cute.jit
-    def consume(self, ring: Ring, a: cute.Tensor, b: cute.Tensor, y: cute.Pointer, where: tuple, n: Extents):
+    def prefetch(self, tile: Tile, where: ByRows, gates: Back, n: Extents):
+        """Brings the gates and up projections of a tile into L2, where they are when its sums are there."""
+        c = self.config
+        for i in cutlass.range_constexpr(c.tile_m // WARP):
+            row = i * WARP + cute.arch.lane_idx()
+            if row < tile.rows:
+                place = Int64(load(where.list + (tile.first + row))) * (2 * n.n) + tile.column_tile * c.tile_n
+                for half in cutlass.range_constexpr(2):
+                    prefetch_bulk((gates.made + (place + half * n.n)).toint(), c.tile_n * self.dtype.width // 8)
+
+    @cute.jit
+    def consume(
+        self, ring: Ring, a: cute.Tensor, b: cute.Tensor, y: cute.Pointer, where: tuple, gates: tuple, n: Extents
+    ):
         """A warpgroup: 64 rows of each tile of results."""
         c, fill, thread = self.config, Int32(0), cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
@@ -241,28 +278,40 @@ class ExpertProductSm90(Kernel):
             mma = tiled_mma(self.dtype, c.tile_n, MN_MAJOR, a_major=MN_MAJOR)
             of_a = operand_a(mma, transposed(cute.local_tile(a, half, (0, group, None))))
         else:
-            mma = tiled_mma(self.dtype, c.tile_n, K_MAJOR if c.form == "rows" else MN_MAJOR)
+            mma = tiled_mma(self.dtype, c.tile_n, MN_MAJOR if c.is_turned else K_MAJOR)
             of_a = operand_a(mma, cute.local_tile(a, half, (group, 0, None)))
-        of_b = operand_b(mma, b if cutlass.const_expr(c.form == "rows") else transposed(b))
+        of_b = operand_b(mma, transposed(b) if cutlass.const_expr(c.is_outer or c.is_turned) else b)
         sums, factors = accumulator(mma, c.tile_n), cute.make_rmem_tensor(ROWS, Float32)
         factors.fill(1.0)
+        if cutlass.const_expr(c.form == "gated_back"):
+            back = GatedBack.of(gates, n.n, thread)
         items = self.items(where, n)
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             tile = self.tile(where, n, item)
             steps = self.steps(tile, n)
             row0 = group * ROWS_OF_WARPGROUP
+            if cutlass.const_expr(c.form == "gated_back"):
+                back.begin(sums, self.results(where, tile, row0, thread, n), tile.column_tile * c.tile_n)
             if cutlass.const_expr(c.is_outer):  # noqa: SIM114, at compile time
                 self.multiply(ring, fill, steps, a, b, of_a, of_b, mma, sums, tile, group, thread)
             elif row0 < tile.rows:
                 self.multiply(ring, fill, steps, a, b, of_a, of_b, mma, sums, tile, group, thread)
             else:  # the other consumer has the tensor cores alone
                 self.pass_over(ring, fill, steps)
-            if cutlass.const_expr(c.is_outer):
-                mine = OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * c.tile_m + row0), thread)
+            mine = self.results(where, tile, row0, thread, n)
+            if cutlass.const_expr(c.form == "gated"):
+                store_gated(sums, y, gates, mine, tile.first, tile.column_tile * (c.tile_n // 2), n.n)
+            elif cutlass.const_expr(c.form == "gated_back"):
+                back.store(sums, y, mine, tile.first, tile.column_tile * c.tile_n, tile.column_tile)
             else:
-                mine = OfRows(where.list + tile.first, tile.rows, row0, thread)
-            store_output(sums, factors, y, mine, None, tile.column_tile * c.tile_n, thread, n.n)
+                store_output(sums, factors, y, mine, None, tile.column_tile * c.tile_n, thread, n.n)
             fill = fill + steps
+
+    def results(self, where: tuple, tile: Tile, row0: Int32, thread: Int32, n: Extents) -> OfRows | OfMatrix:
+        """The results that a consumer stores of a tile."""
+        if self.config.is_outer:
+            return OfMatrix(Int64(tile.group) * n.m + (tile.row_tile * self.config.tile_m + row0), thread)
+        return OfRows(where.list + tile.first, tile.rows, row0, thread)
 
     @cute.jit
     def multiply(
@@ -309,7 +358,8 @@ class ExpertProductSm90(Kernel):
                 state.arrive_empty()
 
     def examples(self, variant: ExpertProduct) -> tuple:
-        return *pointers(variant.dtype, "a", "b", "y", *("int32",) * 5), *(i32() for _ in range(5))
+        arrays = "a", "b", "y", *("int32",) * 5, "inner", "float32", "made", "float32"
+        return *pointers(variant.dtype, *arrays), Float32(10.0), *(i32() for _ in range(5))
 
 
 @cute.jit
