@@ -2,6 +2,7 @@
 // that two which run at the same time do not take each other's messages.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -23,6 +24,8 @@ class Exchange {
     bool has_ways = false;   // whether it knows the memory of the others
   };
 
+  explicit Exchange(std::chrono::milliseconds patience = std::chrono::minutes(1)) : patience_(patience) {}
+
   ~Exchange() {
     for (auto& [ordinal, member] : members_) {
       if (member.memory != nullptr && Enter(ordinal).empty()) {
@@ -33,23 +36,22 @@ class Exchange {
   }
 
   // The first time, makes a device's memory, waits for that of the others, and finds the ways there. All devices begin
-  // a program at about the same time, so the wait is short; after kPatience it is an error.
+  // a program at about the same time, so the wait is short. After an error the next call tries again.
   ffi::Error Join(const AllReduceShape& shape, int ordinal) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (members_[ordinal].has_ways) return ffi::Error::Success();
-    if (members_[ordinal].memory == nullptr && error_.empty()) {
-      error_ = Make(shape, ordinal, &members_[ordinal].memory);
+    Member& own = members_[ordinal];
+    if (own.has_ways) return ffi::Error::Success();
+    std::string error;
+    if (own.memory == nullptr) {
+      error = Make(shape, ordinal, &own.memory);
       changed_.notify_all();
     }
-    const bool in_time =
-        changed_.wait_for(lock, kPatience, [&] { return !error_.empty() || Present() == shape.devices; });
-    if (error_.empty() && !in_time) {
-      error_ = "got " + std::to_string(Present()) + " devices after a minute, wanted all " +
-               std::to_string(shape.devices) + " of the mesh";
+    if (error.empty() && !changed_.wait_for(lock, patience_, [&] { return Present() == shape.devices; })) {
+      error = "got " + std::to_string(Present()) + " devices, wanted all " + std::to_string(shape.devices) +
+              " of the mesh: the others have not begun the program";
     }
-    if (error_.empty()) error_ = FindWays(shape, ordinal);
-    if (error_.empty()) return ffi::Error::Success();
-    return ffi::Error::Internal("all_reduce: " + error_);
+    if (error.empty()) error = FindWays(shape, ordinal);
+    return error.empty() ? ffi::Error::Success() : ffi::Error::Internal("all_reduce: " + error);
   }
 
   Member Of(int ordinal) {
@@ -59,8 +61,6 @@ class Exchange {
   }
 
  private:
-  static constexpr auto kPatience = std::chrono::seconds(60);
-
   int64_t Present() const {
     return std::count_if(members_.begin(), members_.end(), [](auto& x) { return x.second.memory != nullptr; });
   }
@@ -92,7 +92,11 @@ class Exchange {
     void* made = nullptr;
     std::string error = driver.Failure("cuMemAlloc", driver.MemAlloc(&made, bytes));
     if (error.empty()) error = driver.Failure("cuMemsetD32", driver.MemsetD32(made, 0, bytes / 4));
-    if (error.empty()) *memory = made;
+    if (error.empty()) {
+      *memory = made;
+    } else if (made != nullptr) {
+      driver.MemFree(made);
+    }
     Leave();
     return error.empty() ? ""
                          : error + ", for " + std::to_string(bytes) + " bytes of device " + std::to_string(ordinal);
@@ -131,7 +135,7 @@ class Exchange {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<int, Member> members_;  // by ordinal
-  std::string error_;
+  const std::chrono::milliseconds patience_;
 };
 
 inline ffi::TypeId Exchange::id = {};

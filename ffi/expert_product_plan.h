@@ -57,8 +57,8 @@ inline TensorArgument InBoxes(int64_t type, int64_t box, int64_t columns, int64_
   return made;
 }
 
-inline Plan<ExpertProductArguments> PlanExpertProduct(const ExpertProductShape& x, const Tiles& tiles,
-                                                      float limit, const ExpertProductAddresses& at) {
+inline Plan<ExpertProductArguments> PlanExpertProduct(const ExpertProductShape& x, const Tiles& tiles, float limit,
+                                                      const ExpertProductAddresses& at) {
   const bool outer = x.form == kOuter;
   const int64_t most = outer ? x.groups * (x.m / kResultRows) : x.tiles;
   const int64_t work = most * (x.n / kResultColumns);

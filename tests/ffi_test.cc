@@ -4,6 +4,7 @@
 #include <thread>
 #include <vector>
 
+#include "all_reduce.h"
 #include "forward.h"
 #include "indexer_scores_at.h"
 #include "rope.h"
@@ -248,6 +249,49 @@ void Rows() {
   EXPECT(Execute<Rope>(after_norm, nullptr, 0).success() && stand_in_calls("cuLaunchKernelEx 6") == 1);
 }
 
+// Devices that share a state: each makes its memory once, waits for the other, and learns where that one has its lines.
+void Exchanges() {
+  alignas(64) static char data[2][4096];
+  const std::vector<int64_t> shape{12};
+  AllReduceCall call;
+  call.target = &kAllReduceTarget, call.devices = 2;
+  for (Operand* x : {&call.x, &call.y}) {
+    x->name = "x", x->data = data[x == &call.y], x->dimensions = Ints(shape.data(), shape.size());
+    x->dtype = ffi::BF16;
+  }
+  Exchange alone(std::chrono::milliseconds(30));
+  EXPECT(Initialize<AllReduce>(call, 1, &alone).message() ==
+         "all_reduce: got 1 devices, wanted all 2 of the mesh: the others have not begun the program");
+  EXPECT(Execute<AllReduce>(call, nullptr, 1, &alone).message().find("before it has joined") != std::string::npos);
+  for (const char* function : {"cuMemAlloc", "cuMemsetD32"}) {
+    stand_in_fail(function, 1);
+    Exchange short_of_memory(std::chrono::milliseconds(30));
+    EXPECT(Initialize<AllReduce>(call, 0, &short_of_memory).message().find(function) != std::string::npos);
+  }
+  Exchange state;
+  auto join = [&](int ordinal) {
+    for (int i = 0; i < 3; ++i) {
+      EXPECT(Initialize<AllReduce>(call, ordinal, &state).success());
+      EXPECT(Execute<AllReduce>(call, nullptr, ordinal, &state).success());
+    }
+  };
+  const int made = stand_in_calls("cuMemAlloc");
+  std::thread first(join, 3), second(join, 1);
+  first.join(), second.join();
+  EXPECT(stand_in_calls("cuMemAlloc") == made + 2 && stand_in_calls("cuMemcpyHtoD") == 2);
+  EXPECT(stand_in_calls("cuCtxEnablePeerAccess") == 2 && stand_in_calls("cuLaunchKernelEx 8") == 6);
+  const Exchange::Member low = state.Of(1), high = state.Of(3);
+  EXPECT(low.number == 0 && high.number == 1 && state.Of(2).memory == nullptr);
+  const AllReduceShape sizes{.bytes = 24, .device = 0, .devices = 2, .tile_n = 4};
+  char* inbox = static_cast<char*>(high.memory) + InboxAt(sizes);
+  EXPECT(static_cast<char**>(low.memory)[1] == inbox);  // the lines of device 0 come first
+  EXPECT(static_cast<char**>(high.memory)[0] == static_cast<char*>(low.memory) + InboxAt(sizes) + 3 * kLineBytes);
+  for (int64_t i = 0; i < BytesKept(sizes) - InboxAt(sizes); ++i) EXPECT(inbox[i] == 0);
+  call.devices = 1;
+  EXPECT(Initialize<AllReduce>(call, 0, &state).message() == "all_reduce: devices is 1, wanted 2 to 8");
+  EXPECT(stand_in_pushed() == 0);
+}
+
 // What XLA hands over becomes a call: arrays by their order, attributes by their names.
 ffi::Error ReadScaleAndOrder(ffi::Dictionary x, ForwardCall* call) {
   return Read(x, "scale", &call->scale, "order", &call->order);
@@ -310,6 +354,7 @@ int main(int argc, char** argv) {
   if (scenario == "order") Order();
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();
+  if (scenario == "exchanges") Exchanges();
   if (scenario == "decodes") Decodes();
   if (scenario == "fails") {
     EXPECT(argc == 4);

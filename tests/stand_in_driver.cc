@@ -1,8 +1,10 @@
 // A stand-in for libcuda.so.1: eight devices, four of sm_90, two of sm_100 and two of sm_103, whose functions count
 // their calls, check what they are given, and fail when told to. For ffi_test.cc.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -13,7 +15,7 @@
 
 namespace {
 
-constexpr int kDevices = 8, kOutOfMemory = 2, kInvalidValue = 1, kInvalidContext = 201;
+constexpr int kDevices = 8, kMostKernels = 16, kOutOfMemory = 2, kInvalidValue = 1, kInvalidContext = 201;
 constexpr intptr_t kContexts = 100, kLibraries = 200, kKernels = 300;  // handles count from here on
 
 std::mutex mutex;
@@ -103,7 +105,7 @@ int cuLibraryLoadData(void** library, const void* code, void*, void*, unsigned, 
 
 int cuLibraryGetKernel(void** kernel, void* library, const char* symbol) {
   *kernel = Handle<void*>(kKernels + (reinterpret_cast<intptr_t>(library) - kLibraries));
-  return Call("cuLibraryGetKernel", Is(library, kLibraries, 8) && std::strncmp(symbol, "kernel_", 7) == 0);
+  return Call("cuLibraryGetKernel", Is(library, kLibraries, kMostKernels) && std::strncmp(symbol, "kernel_", 7) == 0);
 }
 
 int cuKernelSetAttribute(int attribute, int value, void* kernel, int) {
@@ -111,19 +113,19 @@ int cuKernelSetAttribute(int attribute, int value, void* kernel, int) {
     std::lock_guard<std::mutex> lock(mutex);
     smem_limits[kernel] = value;
   }
-  return Call("cuKernelSetAttribute", Is(kernel, kKernels, 8));
+  return Call("cuKernelSetAttribute", Is(kernel, kKernels, kMostKernels));
 }
 
 int cuKernelGetFunction(void** function, void* kernel) {
   *function = kernel;
   if (pushed != 1) return kInvalidContext;
-  return Call("cuKernelGetFunction", Is(kernel, kKernels, 8));
+  return Call("cuKernelGetFunction", Is(kernel, kKernels, kMostKernels));
 }
 
 int cuOccupancyMaxActiveClusters(int* clusters, void* function, const dsv4_fmha::CUlaunchConfig* config) {
   *clusters = 14;
   const bool has_size = config->attribute_count == 1 && config->attributes[0].id == dsv4_fmha::kClusterDimension;
-  return Call("cuOccupancyMaxActiveClusters", Is(function, kKernels, 8) && pushed == 1 && has_size);
+  return Call("cuOccupancyMaxActiveClusters", Is(function, kKernels, kMostKernels) && pushed == 1 && has_size);
 }
 
 int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const uint64_t*, const uint64_t*,
@@ -135,13 +137,51 @@ int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const u
 int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void*) {
   return Call("cuMemcpyDtoDAsync", to != nullptr && from != nullptr && to != from && bytes > 0);
 }
+
+int cuMemAlloc_v2(void** memory, size_t bytes) {
+  const int result = Call("cuMemAlloc", bytes > 0 && pushed == 1);
+  if (result == 0) *memory = std::malloc(bytes);
+  return result;
+}
+
+int cuMemFree_v2(void* memory) {
+  std::free(memory);
+  return Call("cuMemFree", pushed == 1);
+}
+
+int cuMemsetD32_v2(void* memory, unsigned value, size_t elements) {
+  std::fill_n(static_cast<unsigned*>(memory), elements, value);
+  return Call("cuMemsetD32", pushed == 1);
+}
+
+int cuMemcpyHtoD_v2(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+  return Call("cuMemcpyHtoD", pushed == 1);
+}
+
+int cuDeviceGetCount(int* count) {
+  *count = kDevices;
+  return Call("cuDeviceGetCount");
+}
+
+int cuDeviceCanAccessPeer(int* can, int from, int to) {
+  *can = from != to;
+  return Call("cuDeviceCanAccessPeer");
+}
+
+int cuCtxEnablePeerAccess(void* context, unsigned flags) {  // twice is an error, which says so
+  constexpr int kAlreadyEnabled = 704;
+  const int result = Call("cuCtxEnablePeerAccess", Is(context, kContexts, kDevices) && flags == 0 && pushed == 1);
+  return result == 0 && stand_in_calls("cuCtxEnablePeerAccess") > 2 ? kAlreadyEnabled : result;
+}
+
 int cuMemsetD32Async(void* array, unsigned, size_t elements, void*) {
   return Call("cuMemsetD32Async", array != nullptr && elements > 0);
 }
 
 int cuLaunchKernelEx(const dsv4_fmha::CUlaunchConfig* config, void* function, void** parameters, void**) {
   // the stream on which a test launches is the device's number
-  bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;
+  bool valid = Is(function, kKernels, kMostKernels) && parameters[0] != nullptr;
   {
     std::lock_guard<std::mutex> lock(mutex);
     valid = valid && config->dynamic_smem_bytes <= static_cast<unsigned>(smem_limits[function]);

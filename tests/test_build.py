@@ -21,6 +21,7 @@ from interpreter.kernels.native import (
     cubin,
     library,
     plan,
+    plan_all_reduce,
     plan_combine,
     plan_expert_product,
     plan_few_rows_product,
@@ -46,6 +47,7 @@ from interpreter.kernels.native import (
 from jax_dsv4_fmha._host.library import held, manifest
 from kernels import build
 from kernels.abi import (
+    AllReduce,
     Combine,
     ExpertProduct,
     FewRowsProduct,
@@ -207,6 +209,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
     elif isinstance(variant, HyperConnection):
         sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
         launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)
+    elif isinstance(variant, AllReduce):
+        launch = plan_all_reduce({"bytes": 64, "device": 0, "devices": 2, "tile_n": 256})
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

@@ -427,7 +427,7 @@ def test_the_program_says_what_it_does(monkeypatch, capsys):
     lines = [re.sub(r"\d+\.\d", "N", line) for line in err.splitlines()]
     assert lines == [
         "making random parameters", "compiling the program for chunks of 8 tokens", "compiled it in N s",
-        "compiling the program for steps of 1 token", "compiled it in N s", f"[1] {answers[1]}",
+        "compiling the program for 4 steps of 1 token", "compiled it in N s", f"[1] {answers[1]}",
     ]  # fmt: skip
     assert "[0] 7" in out and "2 tokens read, 3 said" in out
 

@@ -24,7 +24,7 @@ KERNELS = (
     *("mha_fwd_sm_90a_d64_bfloat16", "mha_fwd_sm_100f_d64_bfloat16", "combine_sm_90a_bfloat16"),
     *("indexer_scores_at_sm_90a_heads32_bfloat16", "indexer_scores_at_bwd_sm_90a_heads32_bfloat16"),
     *("rope_sm_90a_dims64_bfloat16", "norm_rope_sm_90a_d512_dims64_bfloat16"),
-    "mla_sparse_fwd_sm_90a_d512_bfloat16",
+    *("mla_sparse_fwd_sm_90a_d512_bfloat16", "all_reduce_sm_90a_bfloat16"),
 )
 
 
@@ -75,6 +75,7 @@ def program(request, tmp_path_factory):
         ("order",),
         ("entries",),
         ("rows",),
+        ("exchanges",),
         ("decodes",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),
     ],

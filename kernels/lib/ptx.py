@@ -1,4 +1,4 @@
-"""Instructions that the DSL does not offer, each a function; no other file but `lines.py` writes PTX."""
+"""Instructions that the DSL does not offer, each a function; no other file writes PTX."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
@@ -344,6 +344,30 @@ def take_next(address: Int32) -> Int32:
 
 
 # ---- global memory
+
+
+def send_line(address: Int64, words: tuple[Int32, Int32], message: Int32) -> None:
+    """Writes two words into any device's memory, each with a number behind it; a word and its number arrive at once."""
+    ptx(
+        "{ .reg .b64 x, y; mov.b64 x, {$1, $3}; mov.b64 y, {$2, $3}; st.relaxed.sys.global.v2.b64 [$0], {x, y}; }",
+        Int64(address),
+        *words,
+        Int32(message),
+    )
+
+
+def read_line(address: Int64) -> tuple[Int32, ...]:
+    """Two words of a line as it is now, and the number behind each."""
+    return ptx(
+        "{ .reg .b64 x, y; ld.relaxed.sys.global.v2.b64 {x, y}, [$4]; mov.b64 {$0, $2}, x; mov.b64 {$1, $3}, y; }",
+        Int64(address),
+        gives=(Int32,) * 4,
+    )
+
+
+def stop_with_error() -> None:
+    """Ends the program on this device, with an error that the host gets."""
+    ptx("trap;")
 
 
 def cluster_among(n: Int32, ctas: int) -> Int32:

@@ -23,8 +23,8 @@ from cutlass.cute.runtime import make_ptr
 from kernels.abi import AllReduce
 from kernels.aot import Compiled
 from kernels.lib.launch import Kernel, i32, pointers
-from kernels.lib.lines import BYTES, LINE, received, send
-from kernels.lib.ptx import float_of, round_pair
+from kernels.lib.lines import BYTES, LINE, received
+from kernels.lib.ptx import float_of, round_pair, send_line
 from kernels.lib.rows import load, store
 
 
@@ -83,7 +83,7 @@ class AllReduceKernel(Kernel):
             words = self.words_of(x, i)
             for other in cutlass.range(devices, unroll=1):
                 if other != device:
-                    send(load(outboxes + other) + (half + i) * LINE, words, message)
+                    send_line(load(outboxes + other) + (half + i) * LINE, words, message)
         own = inbox.toint() + half * LINE
         for i in cutlass.range(first, lines, step, unroll=1):
             words, sums = self.words_of(x, i), (Float32(0.0),) * (BYTES // 2)
