@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
+from .._definitions.packed import ALL_V
 from .._dispatch.attend import attend
 from .._dispatch.cached import of_chunk
 from .._dispatch.modes import canonical_order, fp8_products
@@ -107,7 +108,7 @@ def dsv4_decode(
         if cache is not None or name == "window_cache":
             if not isinstance(cache, Cache):
                 raise _check.error(TypeError, op, name, cache, "a Cache")
-            cache.check(op, name, dims, (q.dtype,))
+            cache.check(op, name, dims, (q.dtype,), ALL_V)
     packed = window_cache.is_packed
     if packed and q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, "bfloat16, with packed caches")
