@@ -73,11 +73,12 @@ def test_shards_of_a_text(shards, tmp_path, capsys):
         ("a.txt", "\n\n", {}, "got no document to write"),
         ("a.txt", "1", {"end": 64}, "--end: got 64 as token number 0"),
         ("a.jsonl", '{"words": "1"}', {}, r'a\.jsonl:1: got .*, wanted an object with a "text"'),
+        ("a.txt", "1 2\n3 \udcff\n", {}, r"a\.txt:2: got '\\udcff', wanted tokens"),
         ("a.jsonl", "1 2", {}, r'a\.jsonl:1: got .*, wanted an object with a "text"'),
     ],
 )
 def test_texts_that_make_no_shards(name, text, how, message, tmp_path):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         data.main([str(tmp_path / name)], str(tmp_path / "shards"), **how)
     assert not (tmp_path / "shards" / data.INDEX).exists()
