@@ -64,6 +64,7 @@ def main(
     packed: bool = False,
 ) -> list[dict[str, Any]]:
     """Prints each time once it is there, then the table, and returns its rows. config: where there is no checkpoint."""
+    common.writable(file)
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
     if model.delayed:
         raise NotImplementedError("V4.1: its layers attend to what earlier ones have made, so none has a time alone")
