@@ -37,8 +37,6 @@ FLASH = {
 CONTEXTS = (8192, 131072, 1 << 20)
 SEQUENCES = (1, 8, 64)
 CHUNK = 4096
-PROJECTIONS = {"wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
-"""matrices in FP8, where the axes of their columns begin, and where they end; those that multiply x are in bfloat16"""
 
 
 class Work(NamedTuple):
