@@ -149,6 +149,10 @@ def test_states(tmp_path):
     states = States(tmp_path, 2, {"b": 4})
     assert states.last() == 3 and {path.name for path in tmp_path.iterdir()} == {"2", "3"}
     assert states.restore(3, {"x": jax.ShapeDtypeStruct((2,), jnp.int32)})["x"].tolist() == [3, 3]
+    for other in ({"y": jax.ShapeDtypeStruct((2,), jnp.int32)}, {"x": jax.ShapeDtypeStruct((3,), jnp.int32)}):
+        with pytest.raises(ValueError, match="got a state of other arrays, wanted those of this model") as raised:
+            states.restore(3, other)
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 400 + len(str(tmp_path))
     states.close()
     states = States(tmp_path, 2, {"b": 8})
     with pytest.raises(ValueError, match=r"got a state of training by \{.b.: 4\}, wanted one by \{.b.: 8\}"):
