@@ -96,6 +96,19 @@ def test_an_expert_that_is_not_a_number_reaches_its_own_tokens_alone():
         assert np.isfinite(want).all() and np.isnan(got[~others]).any()
 
 
+def test_the_gradient_of_an_expert_that_nobody_chose_is_0():
+    """Even if it is not a number, as by kernels, which do not read it."""
+    given, w13, w2, chosen, weights = operands(Problem.of([3, 0, 4]), jnp.float32, is_packed=False)
+    bad = [w.at[1].set(jnp.nan) for w in (w13, w2)]
+
+    def total(w13, w2):
+        return fused_moe(given, w13, w2, chosen, weights, limit=LIMIT).sum()
+
+    for got, want in zip(jax.grad(total, (0, 1))(*bad), jax.grad(total, (0, 1))(w13, w2), strict=True):
+        assert not np.asarray(got[1]).any() and np.asarray(got[0]).any()
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_weight_of_0_has_a_gradient():
     given, w13, w2, chosen, weights = operands(Problem.of([3, 4]), jnp.float32)
 
