@@ -61,6 +61,13 @@ struct Driver {
   CUresult (*OccupancyMaxActiveClusters)(int*, CUfunction, const CUlaunchConfig*);
   CUresult (*MemsetD32Async)(void*, unsigned, size_t, CUstream);
   CUresult (*MemcpyDtoDAsync)(void*, const void*, size_t, CUstream);
+  CUresult (*MemAlloc)(void**, size_t);
+  CUresult (*MemFree)(void*);
+  CUresult (*MemsetD32)(void*, unsigned, size_t);
+  CUresult (*MemcpyHtoD)(void*, const void*, size_t);
+  CUresult (*DeviceGetCount)(int*);
+  CUresult (*DeviceCanAccessPeer)(int*, CUdevice, CUdevice);
+  CUresult (*CtxEnablePeerAccess)(CUcontext, unsigned);
 
   // Why the driver cannot be used; empty when it can.
   std::string Load() {
@@ -89,6 +96,13 @@ struct Driver {
     find(OccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters");
     find(MemsetD32Async, "cuMemsetD32Async");
     find(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2");
+    find(MemAlloc, "cuMemAlloc_v2");
+    find(MemFree, "cuMemFree_v2");
+    find(MemsetD32, "cuMemsetD32_v2");
+    find(MemcpyHtoD, "cuMemcpyHtoD_v2");
+    find(DeviceGetCount, "cuDeviceGetCount");
+    find(DeviceCanAccessPeer, "cuDeviceCanAccessPeer");
+    find(CtxEnablePeerAccess, "cuCtxEnablePeerAccess");
     return missing.empty() ? Failure("cuInit", Init(0)) : missing;
   }
 

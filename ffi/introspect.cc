@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "all_reduce_plan.h"
 #include "by_columns_plan.h"
 #include "expert_product_plan.h"
 #include "few_rows_product_plan.h"
@@ -18,6 +19,7 @@
 #include "probabilities_plan.h"
 #include "registry.h"
 #include "rope_plan.h"
+#include "route_plan.h"
 #include "seen_slots_plan.h"
 
 using namespace dsv4_fmha;
@@ -228,6 +230,13 @@ int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps,
               out, error, error_bytes);
 }
 
+// What chooses the experts of rows and weighs them, by CTAs of tile_m rows: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_route(const RouteShape* shape, float unit, float scale, int32_t tile_m,
+                         const RouteAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  return Show(kRoute.name, PlanRoute(*shape, unit, scale, tile_m, *addresses), CheckRouteShape(*shape), out, error,
+              error_bytes);
+}
+
 // What sorts rows by expert, for products whose tiles have tile_m rows: 0, or -1 with the reason in `error`.
 int dsv4_fmha_plan_group_rows(const FusedMoeShape* shape, int32_t tile_m, const FusedMoeAddresses* addresses,
                               ShownLaunch* out, char* error, size_t error_bytes) {
@@ -258,6 +267,31 @@ int dsv4_fmha_plan_hyper_connection(const HyperConnectionShape* shape, float eps
                                     size_t error_bytes) {
   return Show(kHyperConnection.name, PlanHyperConnection(*shape, eps, hc_eps, *tiles, *addresses),
               CheckHyperConnectionShape(*shape), out, error, error_bytes);
+}
+
+// What sums an array over devices, where this one keeps `memory`: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_all_reduce(const AllReduceShape* shape, void* memory, const AllReduceAddresses* addresses,
+                              ShownLaunch* out, char* error, size_t error_bytes) {
+  return Show(kAllReduce.name, PlanAllReduce(*shape, memory, *addresses), CheckAllReduceShape(*shape), out, error,
+              error_bytes);
+}
+
+// Returns the number of devices here if each of them reaches the memory of all others, else 1; 0 without a driver.
+int dsv4_fmha_exchanging_devices() {
+  if (!LoadDriver().empty()) return 0;
+  const Driver& driver = GetDriver();
+  int count = 0;
+  if (driver.DeviceGetCount(&count) != 0) return 0;
+  for (int i = 0; i < count; ++i) {
+    for (int j = 0; j < count; ++j) {
+      CUdevice from, to;
+      int reaches = 0;
+      if (i == j) continue;
+      if (driver.DeviceGet(&from, i) != 0 || driver.DeviceGet(&to, j) != 0) return 1;
+      if (driver.DeviceCanAccessPeer(&reaches, from, to) != 0 || reaches == 0) return 1;
+    }
+  }
+  return count;
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

@@ -4,6 +4,8 @@
 //   Find(call, device, &shape, &kernels)   looks its kernels up
 //   Clear(call, shape, stream)      writes what kernels add to, even where there are no queries; a family may lack it
 //   Run(call, shape, kernels, stream)      plans and launches
+// A family with a type `State` has one for each such call of a compiled program, which all devices share. It has
+//   Prepare(shape, device, state)          before the first launch of a device; and `Run` gets the state too
 #pragma once
 
 #include "calls.h"
@@ -17,20 +19,22 @@ ffi::Error Check(const typename Family::Call& call, Axes* n, typename Family::Sh
   return Family::Check(call, *n, shape);
 }
 
-// The first of a call's two stages: loads the kernels that it will launch.
-template <typename Family>
-ffi::Error Initialize(const typename Family::Call& call, int ordinal) {
+// The first of a call's two stages: loads the kernels that it will launch. `state` is Family::State*, or nothing.
+template <typename Family, typename... States>
+ffi::Error Initialize(const typename Family::Call& call, int ordinal, States... state) {
   Axes n;
   typename Family::Shape shape{};
   typename Family::Kernels kernels{};
   if (ffi::Error error = Check<Family>(call, &n, &shape); error.failure()) return error;
   if (ffi::Error error = Family::Find(call, GetDevice(ordinal), &shape, &kernels); error.failure()) return error;
-  return Load(ordinal, kernels);
+  if (ffi::Error error = Load(ordinal, kernels); error.failure()) return error;
+  if constexpr (sizeof...(States) > 0) return Family::Prepare(shape, ordinal, state...);
+  return ffi::Error::Success();
 }
 
 // The second one: launches them.
-template <typename Family>
-ffi::Error Execute(const typename Family::Call& call, CUstream handle, int ordinal) {
+template <typename Family, typename... States>
+ffi::Error Execute(const typename Family::Call& call, CUstream handle, int ordinal, States... state) {
   Axes n;
   typename Family::Shape shape{};
   typename Family::Kernels kernels{};
@@ -41,7 +45,7 @@ ffi::Error Execute(const typename Family::Call& call, CUstream handle, int ordin
   }
   if (n.b == 0 || n.s_q == 0) return ffi::Error::Success();
   if (ffi::Error error = Family::Find(call, stream.device, &shape, &kernels); error.failure()) return error;
-  return Family::Run(call, shape, kernels, stream);
+  return Family::Run(call, shape, kernels, stream, state...);
 }
 
 inline void Put(const Array& array, const ffi::AnyBuffer& x, Operand* arrays) {
@@ -143,7 +147,71 @@ struct Handlers {
   }
 };
 
+// The same with a state, which a third stage makes when a program is compiled.
+template <typename Family, const Target& target, ffi::Error (*read)(ffi::Dictionary, typename Family::Call*)>
+struct HandlersWithState {
+  using State = typename Family::State;
+  using Plain = Handlers<Family, target, read>;
+
+  static ffi::ErrorOr<std::unique_ptr<State>> OnInstantiate(ffi::Dictionary) { return std::make_unique<State>(); }
+
+  static ffi::Error OnInitialize(State* state, int32_t ordinal, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                                 ffi::Dictionary attributes) {
+    typename Family::Call call;
+    if (ffi::Error error = Plain::Decode(operands, results, attributes, &call); error.failure()) return error;
+    return dsv4_fmha::Initialize<Family>(call, ordinal, state);
+  }
+
+  static ffi::Error OnExecute(State* state, CUstream stream, int32_t ordinal, ffi::RemainingArgs operands,
+                              ffi::RemainingRets results, ffi::Dictionary attributes) {
+    typename Family::Call call;
+    if (ffi::Error error = Plain::Decode(operands, results, attributes, &call); error.failure()) return error;
+    return dsv4_fmha::Execute<Family>(call, stream, ordinal, state);
+  }
+
+  static XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
+    static auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(&OnInstantiate).release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
+    static auto* handler = ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                               .Ctx<ffi::State<State>>()
+                               .template Ctx<ffi::DeviceOrdinal>()
+                               .RemainingArgs()
+                               .RemainingRets()
+                               .Attrs()
+                               .To(&OnInitialize)
+                               .release();
+    return handler->Call(frame);
+  }
+
+  static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
+    static auto* handler = ffi::Ffi::Bind()
+                               .Ctx<ffi::State<State>>()
+                               .template Ctx<ffi::PlatformStream<CUstream>>()
+                               .template Ctx<ffi::DeviceOrdinal>()
+                               .RemainingArgs()
+                               .RemainingRets()
+                               .Attrs()
+                               .To(&OnExecute, {ffi::Traits::kCmdBufferCompatible})
+                               .release();
+    return handler->Call(frame);
+  }
+};
+
 }  // namespace dsv4_fmha
+
+#define DSV4_FMHA_TARGET_WITH_STATE(name, Family, target, read)                                                     \
+  XLA_FFI_Error* dsv4_fmha_##name##_instantiate(XLA_FFI_CallFrame* frame) {                                         \
+    return dsv4_fmha::HandlersWithState<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Instantiate(frame); \
+  }                                                                                                                 \
+  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {                                          \
+    return dsv4_fmha::HandlersWithState<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Initialize(frame);  \
+  }                                                                                                                 \
+  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                                                       \
+    return dsv4_fmha::HandlersWithState<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Execute(frame);     \
+  }
 
 #define DSV4_FMHA_TARGET(name, Family, target, read)                                                      \
   XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {                                \

@@ -21,6 +21,7 @@ from ._ops.indexer_training import indexer_loss, indexer_scores
 from ._ops.merge import merge
 from ._ops.mla_decode import mla_decode
 from ._ops.probabilities import head_summed_probabilities
+from ._ops.route import route
 from ._ops.sparse import sparse_fmha
 
 __version__ = "0.1.0"
@@ -54,5 +55,6 @@ __all__ = [
     "quantize_cache",
     "quantize_indexer",
     "reference",
+    "route",
     "sparse_fmha",
 ]

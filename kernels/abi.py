@@ -686,6 +686,25 @@ MOST_GROUPS = 1024
 """of `GroupRows`, a thread each"""
 
 
+MOST_ROUTED, MOST_CHOSEN, MOST_PARTS = 512, 32, 3
+"""experts of a router, in multiples of 4, those of a token, and numbers that a logit is the sum of"""
+
+
+@dataclass(frozen=True)
+class Route(Variant):
+    """The experts of each row, by its logits or from a table, and their weights."""
+
+    family, layout = "route", "route"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "logits", "bias", "table", "tokens", "weights", "chosen"),
+            *each("int32", "rows", "parts", "experts", "n_chosen", "vocabulary", "is_sigmoid"),
+            *each("float32", "unit", "scale"),
+        )
+
+
 @dataclass(frozen=True)
 class GroupRows(Variant):
     """Rows by group, and the tiles that they make up."""
@@ -768,11 +787,27 @@ class HyperConnection(Variant):
         )
 
 
+@dataclass(frozen=True)
+class AllReduce(Variant):
+    """The sum of an array over the devices of a process, each of which writes into the memory of the others."""
+
+    dtype: str  # of x and y
+
+    family, layout = "all_reduce", "all_reduce"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "x", "y", "inbox", "messages", "outboxes"),
+            *each("int32", "device", "devices", "lines"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
-    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, GroupRows, GroupedProduct),
-    *(ExpertProduct, HyperConnection),
+    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, Route, GroupRows),
+    *(GroupedProduct, ExpertProduct, HyperConnection, AllReduce),
 )
 
 

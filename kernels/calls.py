@@ -75,6 +75,7 @@ class Target:
     results: Arrays
     attributes: dict[str, str]  # name to type
     sources: tuple[str, ...] = ()  # kinds of its sources of keys
+    state: str = ""  # the type of what all devices share of such a call, in ffi/target.h's words
 
 
 def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop", dtype: str = "T") -> Arrays:
@@ -386,6 +387,19 @@ TARGETS = (
         ),
         {"parts": "int64", "column": "int64", "scale": "float32", **EPS},
     ),
+    *(
+        Target(
+            name,
+            "route",
+            (array("logits: f32[b s_q n_parts e]", aligned=True), *of_choice),  # a logit is the sum of its parts
+            arrays("weights: f32[b s_q n_chosen]", "chosen: s32[b s_q n_chosen]"),
+            {"unit": "float32", "scale": "float32", "score": "string"},
+        )
+        for name, of_choice in (
+            ("route", (array("bias: f32[e]", aligned=True),)),
+            ("route_by_table", arrays("table: s32[vocabulary n_chosen]", "tokens: s32[b s_q]")),
+        )
+    ),
     Target(
         "fused_moe",
         "fused_moe",
@@ -484,6 +498,7 @@ TARGETS = (
         (array("codes: f8e4m3fn[b n row_bytes]", aligned=True),),
         {"packing": "string"},
     ),
+    Target("all_reduce", "all_reduce", arrays("x: T[n]"), arrays("y: T[n]"), {"devices": "int64"}, state="exchange"),
     Target(
         "seen_slots",
         "seen_slots",

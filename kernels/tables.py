@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import targets
-from .abi import FAMILIES, MOST_GROUPS, PACKED_SOURCES, Variant, layouts
+from .abi import FAMILIES, MOST_CHOSEN, MOST_GROUPS, MOST_PARTS, MOST_ROUTED, PACKED_SOURCES, Variant, layouts
 from .packings import CACHED
 from .params import Param
 from .variants import VARIANTS
@@ -102,6 +102,9 @@ def header(variants: Sequence[Variant]) -> str:
         parts="\n\n".join(parts),
         max_params=max(len(v.params) for v in found),
         most_groups=MOST_GROUPS,
+        most_routed=MOST_ROUTED,
+        most_chosen=MOST_CHOSEN,
+        most_parts=MOST_PARTS,
         max_maps=max(sum(p.kind == "map" for p in v.params) for v in found),
         layouts=", ".join(f"&{_layout_name(v)}" for v in found),
         choices=", ".join(f"{_struct(family)}Choices" for family in FAMILIES),
@@ -198,6 +201,7 @@ namespace dsv4_fmha {{
 
 inline constexpr const Layout* kLayouts[] = {{{layouts}}};
 inline constexpr int kMaxParams = {max_params}, kMaxMaps = {max_maps}, kMostGroups = {most_groups};
+inline constexpr int kMostRouted = {most_routed}, kMostChosen = {most_chosen}, kMostParts = {most_parts};
 
 using Choices = std::variant<{choices}>;
 

@@ -21,6 +21,7 @@ def described() -> dict[str, Any]:
             "operands": list(map(str, t.operands)),
             "results": list(map(str, t.results)),
             "attributes": t.attributes,
+            **({"state": t.state} if t.state else {}),
         }
         for t in TARGETS
     }
@@ -36,6 +37,11 @@ def axes() -> list[str]:
     """The names of all axes."""
     names = (n for t in TARGETS for x in (*t.operands, *t.results) for form in x.forms for n in form.axes)
     return list(dict.fromkeys(n for n in names if not n.isdigit()))
+
+
+def states() -> list[str]:
+    """The types of states that calls have, by their names."""
+    return list(dict.fromkeys(t.state for t in TARGETS if t.state))
 
 
 @cache
@@ -66,7 +72,9 @@ def handlers() -> str:
     return _HANDLERS.format(
         includes="\n".join(f'#include "{calls}.h"' for calls in sorted(families())),
         readers="\n\n".join(map(_reader, TARGETS)),
-        targets="\n".join(map(_registered, TARGETS)),
+        targets="\n".join(
+            [*map(_registered, TARGETS), *map(_shared, dict.fromkeys(filter(None, (t.state for t in TARGETS))))]
+        ),
     )
 
 
@@ -125,8 +133,18 @@ def _reader(t: Target) -> str:
 
 
 def _registered(t: Target) -> str:
-    name = _camel(t.name)
-    return f"DSV4_FMHA_TARGET({t.name}, {_camel(t.calls)}, k{name}Target, Read{name})"
+    name, how = _camel(t.name), "_WITH_STATE" if t.state else ""
+    return f"DSV4_FMHA_TARGET{how}({t.name}, {_camel(t.calls)}, k{name}Target, Read{name})"
+
+
+def _shared(state: str) -> str:
+    """Functions that tell XLA of the type of a state."""
+    of, name = f"dsv4_fmha::{_camel(state)}", f"dsv4_fmha_{state}"
+    return (
+        f"XLA_FFI_TypeId* {name}_type_id() {{ return &{of}::id; }}\n"
+        f"const XLA_FFI_TypeInfo* {name}_type_info() {{\n"
+        f"  static constexpr XLA_FFI_TypeInfo info = dsv4_fmha::ffi::MakeTypeInfo<{of}>();\n  return &info;\n}}"
+    )
 
 
 _CALLS = """\

@@ -15,6 +15,7 @@ from .abi import (
     MHA_BACKWARD_OPS,
     PACKINGS_OF_V4,
     ROTARY,
+    AllReduce,
     Combine,
     ExpertProduct,
     FewRowsProduct,
@@ -34,6 +35,7 @@ from .abi import (
     NormRope,
     Probabilities,
     Rope,
+    Route,
     RowColumns,
     RowScores,
     SeenSlots,
@@ -74,6 +76,7 @@ def plain(arch: str) -> tuple[Variant, ...]:
         TopK("indexer_topk", arch, f"{PLAIN}.topk.shared_row", max_topk=2048, max_rows=60),
         *(Rope(op, arch, f"{PLAIN}.rope.{op}", ROPE, "bfloat16") for op in ("rope", "rope_hadamard")),
         IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", ROPE, "bfloat16"),
+        Route("route", arch, f"{PLAIN}.route.kernel"),
         *(
             NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, ROPE, "bfloat16")
             for op in ("norm_rope", "norm_rope_bwd")
@@ -308,6 +311,7 @@ VARIANTS: tuple[Variant, ...] = (
         ExpertProduct("expert_product", "sm_90a", f"{HOPPER}.expert_product.kernel", "bfloat16", form)
         for form in ("rows", "turned", "outer")
     ),
+    AllReduce("all_reduce", "sm_90a", f"{PLAIN}.all_reduce.kernel", "bfloat16"),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
     *plain("sm_90a"),

@@ -35,6 +35,7 @@ from interpreter.kernels.native import (
     plan_mha_backward,
     plan_probabilities,
     plan_rope,
+    plan_route,
     plan_row_columns,
     plan_row_scores,
     plan_seen_slots,
@@ -61,6 +62,7 @@ from kernels.abi import (
     NormRope,
     Probabilities,
     Rope,
+    Route,
     RowColumns,
     RowScores,
     SeenSlots,
@@ -180,6 +182,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_seen_slots(sizes, pool, pool, tile_n=128)
     elif isinstance(variant, KeyCodes):
         launch = plan_key_codes({"b": 2, "n": 70, "rows": 9, "page": 64, "page_bytes": 37440}, tile_m=32)
+    elif isinstance(variant, Route):
+        sizes = {"rows": 7, "parts": 3, "experts": 256, "chosen": 6, "vocabulary": 0, "is_sigmoid": 0}
+        launch = plan_route(sizes, 1.0, 1.5, tile_m=4)
     elif isinstance(variant, GroupRows | GroupedProduct):
         sizes = {"tokens": 7, "chosen": 3, "k": 512, "inner": 256, "experts": 5, "tiles": 26}
         sizes |= {"tiles13": 8, "slabs13": 8, "tiles2": 8, "slabs2": 4}

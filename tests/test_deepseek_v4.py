@@ -129,6 +129,23 @@ def test_chunks_and_steps(name, paged):
         assert_close(logits, want[range(3), at])
 
 
+def test_several_steps_are_one_call():
+    """The likeliest tokens, as steps one by one say them, and the same caches."""
+    model, params = small()
+    lengths, tokens = np.array([9, 4], np.int32), prompts(2, 12)
+    logits, caches = jax.jit(model.read)(params, tokens, model.cache(2, 32, jnp.float32), np.int32(0), lengths)
+    first = logits.argmax(-1).astype(np.int32)
+    many = jax.jit(functools.partial(model.several, count=5))
+    made, after = many(params, first, caches, lengths + 1)
+    step, said, token = jax.jit(model.step), [], first
+    for i in range(5):
+        logits, caches = step(params, token, caches, lengths + 1 + i)
+        token = logits.argmax(-1).astype(np.int32)
+        said.append(token)
+    np.testing.assert_array_equal(made, np.stack(said, 1))
+    jax.tree.map(lambda x, y: assert_close(x, y), after, caches)
+
+
 def test_stablehlo_grows_by_a_call_for_a_layer():
     """Steps and chunks have a function for each kind of layer, however many layers there are."""
 
@@ -280,6 +297,7 @@ def test_whole(tmp_path, capsys):
     steps = ["step, b 1, 32 tokens", "step, b 2, 32 tokens", "step, b 1, 64 tokens"]
     assert [row["work"] for row in rows] == [*steps, "chunk of 16, 32 tokens", "chunk of 16, 64 tokens"]
     assert json.loads(file.read_text())["rows"] == rows and "chunk of 16, 64 tokens" in capsys.readouterr().out
+    assert [row["rounds"] for row in rows] == [4, 4, 4, 1, 1]
     model = Model.from_config(config)
     with common.mesh_of(1, 2, data=1) as mesh:
         params = common.parameters_of(model, None, mesh, jnp.float32, packed=True)
@@ -510,7 +528,7 @@ def test_serving_with_drafts():
     wrong = (np.arange(64) % 5 == 0)[:, None]
     params |= {"embed": jnp.float32(1000 * embed), "head": jnp.float32(head)}
     params["drafts"] |= {"w1": jnp.float32(np.where(wrong, -embed, embed)), "w2": jnp.float32(100 * head)}
-    server = Server(model, params, jnp.float32, 2, 64, chunk=16, page=16, pages=7, speculate=4)
+    server = Server(model, params, jnp.float32, 2, 64, chunk=16, page=16, pages=7, speculate=4, rounds=2)
     requests = [Request(np.arange(n, dtype=np.int32), wanted, 0.0) for n, wanted in ((21, 30), (5, 24), (9, 17))]
     for request in requests:
         server.submit(request)

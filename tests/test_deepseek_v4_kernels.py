@@ -1,6 +1,7 @@
 """The model in examples/deepseek_v4 multiplies by these: exact products, experts, doubly stochastic matrices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def of_step(weights, tokens, hidden=512, inner=256):
     gate = jax.random.normal(keys[3], (hidden, 64))
 
     def f(x, w13, w2, gate):
-        return model.of_shared(w13, w2, x, False), logits_of(x, gate)
+        return model.of_shared(w13, w2, x, False), logits_of(x, gate).sum(2)
 
     in_float64 = tuple(np.asarray(a, np.float64) for a in (x, w13, w2, gate))
     if weights == "FP8":
@@ -131,6 +132,20 @@ def test_shared_expert_and_router_of_a_step(weights):
 def test_shared_expert_and_router_on_a_gpu(weights, tokens, cuda):
     f, operands, wanted = of_step(weights, tokens, 4096, 2048)
     are_right(jax.jit(f)(*jax.device_put(operands, cuda)), wanted)
+
+
+@pytest.mark.parametrize("of_table", [False, True])
+def test_a_router_of_a_step_is_two_launches(of_table):
+    """The product with its gate, and all that follows."""
+    model = Model.from_config(common.small() | {"hidden_size": 512})
+    gate = in_three(jnp.zeros((512, model.experts)))
+    routing = jnp.zeros((1000, model.chosen), jnp.int32) if of_table else jnp.zeros(model.experts)
+    x, tokens = jnp.zeros((3, 1, 512), jnp.bfloat16), jnp.zeros((3, 1), jnp.int32)
+    text = jax.jit(model.routed).trace(gate, routing, x, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    calls = ["dsv4_fmha_few_rows_product", "dsv4_fmha_route_by_table" if of_table else "dsv4_fmha_route"]
+    assert re.findall(r"custom_call @(\w+)", text) == calls
+    rest = set(re.findall(r"stablehlo\.(\w+)", text)) - {"custom_call", "case", "constant", "return"}
+    assert rest <= {"reshape", "broadcast_in_dim"}, text  # by 1, which moves nothing
 
 
 def test_gate_in_three_numbers_of_bfloat16():

@@ -35,6 +35,7 @@ from jax_dsv4_fmha import (
     lightning_indexer,
     merge,
     mla_decode,
+    route,
     sparse_fmha,
 )
 from jax_dsv4_fmha._definitions.experts import CODES, SLAB_BYTES
@@ -50,8 +51,9 @@ OF_A_MODEL = {
     "i": 3,
     "f": 256,
 }  # sizes that hyper_connection and fused_moe have
-INTEGERS = ("start", "stop", "indices", "length", "lengths", "offset", "table", "chosen")
-FP32 = ("lse", "sink", "post", "mix", "taken", "fn", "scale", "base", "norm", "weights")  # whatever a case's dtype is
+INTEGERS = ("start", "stop", "indices", "length", "lengths", "offset", "table", "chosen", "words", "tokens")
+FP32 = ("lse", "sink", "post", "mix", "taken", "fn", "scale", "base", "norm", "weights", "logits", "bias")
+"""whatever a case's dtype is"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Case:
 # The ops: op(implementation, how, operands) -> results, and the axes of the operands that a choice gives it.
 # b batch, s queries, h heads, k key heads, t keys, c compressed entries, x top-k, d, p pages of a sequence, n pages, e
 # entries of a page; m hidden, u streams, g streams that they go to, w numbers of a token, r their channels, i parts of
-# these; f channels that experts take. A name that ends in 2 is of an operand like the one without.
+# these and of logits, w experts too; f channels that experts take. A name that ends in 2 is of an operand like the one
+# without.
 
 Operands = dict[str, Any]
 
@@ -185,6 +188,14 @@ def _experts(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return (y,)
 
 
+def _route(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
+    of = (
+        {"table": x["words"], "tokens": x["tokens"]} if "words" in x else {"bias": x.get("bias"), "top_k": how["top_k"]}
+    )
+    weights, chosen = route(x["logits"], **of, score=how["score"], temperature=0.5, implementation=i)
+    return weights, chosen.astype(jnp.float32)
+
+
 Q, SINK = {"q": "bshd"}, {"sink": "h"}
 OPS: dict[str, Callable[..., Any]] = {
     "fmha": _fmha,
@@ -197,6 +208,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "lightning_indexer": _indexer,
     "indexer_scores": _scores,
     "hyper_connection": _connections,
+    "route": _route,
     "fused_moe": _experts,
 }
 
@@ -238,6 +250,9 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
         taken = {"taken": "bsu"} if how["taken"] else {}
         tokens = {"x": "bsum", "y": "bsm", "post": "bsu", "mix": "bsug", **taken}
         return {**tokens, "fn": "wr", "scale": "i", "base": "w", "norm": "m"}
+    if op == "route":
+        of_choice = {"words": "nx", "tokens": "bs"} if how["table"] else {"bias": "w"} if how["bias"] else {}
+        return {"logits": "bsiw" if how["parts"] else "bsw", **of_choice}
     if op == "fused_moe":
         return {"x": "bsf", "chosen": "bsx", "weights": "bsx"}
     scored = {**Q, "k": "bcd", "weights": "bsh"}
@@ -275,6 +290,11 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
         "lightning_indexer": {"topk": st.integers(1, 9), "lengths": yes, "offset": yes},
         "indexer_scores": {},
         "hyper_connection": {"taken": yes, "iterations": st.integers(1, 4)},
+        "route": {
+            **dict.fromkeys(("table", "bias", "parts"), yes),
+            "top_k": st.integers(1, 5),
+            "score": st.sampled_from(["sqrtsoftplus", "sigmoid"]),
+        },
         "fused_moe": {"limit": st.sampled_from([None, 2.0])},
     }
     return st.fixed_dictionaries(table[op])
@@ -295,6 +315,8 @@ def operands(case: Case) -> Operands:
         "offset": (-3, 12),
         "table": (-1, sizes["n"]),
         "chosen": (-1, 3),
+        "words": (0, sizes["w"]),
+        "tokens": (-1, sizes["n"] + 1),
     }
     made = {}
     for name, axes in axes_of(case.op, case.how).items():
@@ -584,6 +606,18 @@ KEPT = [
         SIZES,
         {"taken": True, "iterations": 3},
         ("vmap x fn",),
+        gradient=True,
+        kinds=("Explicit", "Auto"),
+        layout=(("b", "data"), ("s", "model")),
+        set_mesh=True,
+        x64=True,
+    ),
+    Case("route", SIZES, {"table": False, "bias": True, "parts": True, "top_k": 3, "score": "sigmoid"}, symbolic="bs"),
+    Case(
+        "route",
+        SIZES,
+        {"table": True, "parts": True, "score": "sqrtsoftplus"},
+        ("checkpoint", "vmap logits words"),
         gradient=True,
         kinds=("Explicit", "Auto"),
         layout=(("b", "data"), ("s", "model")),

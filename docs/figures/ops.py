@@ -25,6 +25,7 @@ MORE = (
     ("an indexer that chooses blocks first, as V4.1's", "`indexer_blocks`, then `lightning_indexer` with `blocks`"),
     ("an indexer to train", "`indexer_loss`, `indexer_scores`, `head_summed_probabilities`"),
     ("parts of attention, over keys that no two share", "`merge`"),
+    ("a router's logits; I want each token's experts and their weights", "`route`"),
     ("experts of a mixture", "`fused_moe`; of weights in MXFP4 or FP8 `pack_experts` first"),
     ("a V4 layer whose projections are to stay in FP8", "`layers.from_state_dict` with `packed=True`"),
     ("a residual of four streams, between two sublayers", "`hyper_connection`"),

@@ -27,8 +27,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import HyperConnection, PackedExperts, PackedMatrix, fused_moe, hyper_connection
-from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config, step_product, unzigzag
+from jax_dsv4_fmha import HyperConnection, PackedExperts, PackedMatrix, fused_moe, hyper_connection, route
+from jax_dsv4_fmha.layers import (
+    DSV4Attention,
+    LayerCache,
+    Output,
+    Shared,
+    from_config,
+    step_product,
+    step_psum,
+    unzigzag,
+)
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
 from .config import Entries
@@ -43,7 +52,8 @@ FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
 FUSED = 4096
 """channels for which `hyper_connection` has a kernel; of others its definition would be a loop of launches on a GPU"""
-SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
+SCORES = ("sqrtsoftplus", "sigmoid")
+"""of routers, by the names that configs have for them"""
 
 
 class Caches(NamedTuple):
@@ -208,6 +218,22 @@ class Model:
         """A token `[b]` for each sequence, the last of `lengths` tokens: logits `[b, vocabulary]`; donate caches."""
         logits, caches = self.steps(params, tokens[:, None], caches, lengths - 1, lengths)
         return logits[:, 0], caches
+
+    def several(
+        self, params: Any, tokens: jax.Array, caches: Caches, lengths: jax.Array, count: int
+    ) -> tuple[jax.Array, Caches]:
+        """`count` steps in one program, which costs the host one call: the likeliest tokens `[b, count]`, of which each
+        step takes the last one. Takes what `step` takes.
+        """
+
+        def once(now: Any, n: jax.Array) -> Any:
+            tokens, caches = now
+            logits, caches = self.step(params, tokens, caches, lengths + n)
+            tokens = logits.argmax(-1).astype(tokens.dtype)
+            return (tokens, caches), tokens
+
+        (_, caches), made = jax.lax.scan(once, (tokens, caches), jnp.arange(count, dtype=lengths.dtype))
+        return made.T, caches
 
     def steps(
         self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array
@@ -384,13 +410,16 @@ class Model:
         axes = tuple(name for name in rows if name)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
 
-        @functools.partial(jax.shard_map, in_specs=(of_weights, rows, rows, rows), out_specs=rows)
         def of_device(matrices, *of_tokens):
+            if not is_trained:
+                return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
             of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
             matrices = jax.lax.pcast(matrices, axes, to="varying") if axes else matrices
             return jax.lax.psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
 
-        return of_device(matrices, x, weights, chosen), load
+        given = of_weights, rows, rows, rows
+        run = jax.shard_map(of_device, in_specs=given, out_specs=rows, check_vma=is_trained)
+        return run(matrices, x, weights, chosen), load
 
     def of_shared(self, w13: Any, w2: Any, x: jax.Array, is_trained: bool) -> jax.Array:
         """The shared expert's part of x `[b, s, hidden]`, from this device's channels inside of it."""
@@ -406,14 +435,10 @@ class Model:
         routing is a table `[vocabulary, k]` of experts, or a bias `[experts]` that balances them: it has a say in the
         choice, and none in the weights.
         """
-        scores = SCORES[self.score](logits_of(x, gate) / self.temperature)
+        how = {"score": self.score, "temperature": self.temperature, "scale": self.scale}
         if routing.ndim == 2:
-            chosen = routing[tokens]
-        else:
-            best = lambda scores: jax.lax.top_k(scores, self.chosen)[1]  # noqa: E731
-            chosen = on_own_tokens(best, jax.lax.stop_gradient(scores) + routing)
-        weights = jnp.take_along_axis(scores, chosen, -1)
-        return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
+            return route(logits_of(x, gate), table=routing, tokens=tokens, **how)
+        return route(logits_of(x, gate), routing, top_k=self.chosen, **how)
 
     def of_experts(
         self, w13: Any, w2: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
@@ -620,16 +645,15 @@ def in_three(gate: jax.Array) -> jax.Array:
 
 
 def logits_of(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, experts]`."""
+    """x `[b, s, hidden]` times a gate in float32, or as `in_three` makes it: float32 `[b, s, parts, experts]`, in parts
+    that add up to it.
+    """
     if gate.dtype == x.dtype == jnp.bfloat16:  # products of two are exact in float32, so this is as precise
-        return sum_of_three(step_product(x, gate, dtype=jnp.float32))
-    gate = gate if gate.dtype == jnp.float32 else sum_of_three(gate.astype(jnp.float32))
-    return exact_product(x, gate.T)
-
-
-def sum_of_three(x: jax.Array) -> jax.Array:
-    first, second, third = jnp.split(x, 3, -1)
-    return first + (second + third)
+        return step_product(x, gate, dtype=jnp.float32).reshape(*x.shape[:2], 3, -1)
+    if gate.dtype == jnp.bfloat16:
+        first, second, third = jnp.split(gate.astype(jnp.float32), 3, 1)
+        gate = first + (second + third)
+    return exact_product(x, gate.T)[:, :, None]
 
 
 def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:

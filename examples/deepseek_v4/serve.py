@@ -30,6 +30,8 @@ from . import common
 from .drafts import DSpark
 
 PACKED_D = 512  # of an entry in FP8 or FP4
+ROUNDS = 4
+"""steps of a call: a call of V4-Flash costs the host as long as two steps of one request"""
 
 
 def main(
@@ -107,6 +109,7 @@ def served(
     pages: int = 0,
     speculate: int | None = None,
     prefixes: int = 64,
+    rounds: int | None = None,
     kept: str | None = None,
     packed: bool = False,
     precision: str | None = None,
@@ -119,6 +122,7 @@ def served(
     Args:
       pages: 0 is as many as all places could fill.
       speculate: drafts of a place in a step, at most; None is as many as the model's own layers make, if it has them.
+      rounds: steps of a call; None is ROUNDS, or 1 where drafts are looked up.
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
       precision: of the products by which attention reads prompts, as in `DSV4Attention`; the model computes with
         bfloat16 then.
@@ -126,6 +130,7 @@ def served(
     model = common.model_of(checkpoint, drafts=speculate != 0, random=random)
     if speculate is None:
         speculate = model.block if isinstance(model, DSpark) else 0
+    rounds = rounds or (ROUNDS if isinstance(model, DSpark) or not speculate else 1)
     if kept and (sizes := {layer.d for layer in model.layers}) != {PACKED_D}:
         got, wanted = ", ".join(map(str, sorted(sizes))), f"a model whose entries have {PACKED_D} dimensions"
         raise ValueError(f"--fp8 and --fp4: got head_dim {got}, wanted {wanted}; --random takes a config.json of one")
@@ -138,6 +143,7 @@ def served(
         model = model.with_precision(precision)
         params = model.joined(params)
         how = {"speculate": speculate, "progress": progress, "readers": readers, "prefixes": prefixes}
+        how["rounds"] = rounds
         server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         a_token, a_place = common.bytes_a_token(server.caches, pages * page)
@@ -268,6 +274,7 @@ def arguments() -> dict:
 
 def options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Adds the options of a server; defaults: others than these, and how to say them."""
+    unsaid = {"speculate": "as many as those make", "rounds": f"{ROUNDS}, or 1 where drafts are looked up"}
     for name, default, least, what in (
         ("places", 8, 1, "requests served at once"),
         ("room", 4096, 2, "tokens of a request, at most"),
@@ -276,9 +283,10 @@ def options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         ("page", 256, 1, "tokens of a page, a multiple of 128"),
         ("pages", 0, 0, "pages in the pool of each cache; 0: for all places"),
         ("prefixes", 64, 0, "beginnings of prompts that are kept for later ones, at most; 0: none"),
+        ("rounds", None, 1, "steps of a call of the host; a prompt that comes waits for one"),
         ("speculate", None, 0, "drafts of a request in a step, at most: the model's own, if it has layers for them"),
     ):
-        default, said = defaults.get(name, (default, "as many as those make" if default is None else default))
+        default, said = defaults.get(name, (default, unsaid[name] if default is None else default))
         text = f"{what} (default: {said})"
         parser.add_argument(f"--{name}", type=common.at_least(least), default=default, help=text)
     group = parser.add_mutually_exclusive_group()

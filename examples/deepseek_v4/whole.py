@@ -2,11 +2,13 @@
 
 Parameters are random numbers in a checkpoint's form, with routed experts in MXFP4 and attention's projections in FP8,
 made where they lie. A checkpoint is read for its config.json alone. A row is a step, or a chunk of a prompt, as the
-model computes it in `serve`. Its time is the host's, of many calls that each wait for the one before. With --parts a
-second table says where the devices' time goes, by the profiler: each part's share of a call, in ms of one device, and
-the time in which no kernel runs. Its programs have no CUDA graphs, through which the profiler does not see.
+model computes it in `serve`, where --rounds steps are a call. Its time is the host's, of many calls that each wait for
+the one before. With --parts a second table says where the devices' time goes, by the profiler: each part's share of a
+call of one step, in ms of one device, and the time in which no kernel runs. Its programs have no CUDA graphs, through
+which the profiler does not see.
 """
 
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from jax_dsv4_fmha.layers import STEP_OPTIONS
 from . import common, speed, stand_in
 from .model import Caches, Model
 from .parts import NO_GRAPHS, of_calls
-from .serve import progress
+from .serve import ROUNDS, progress
 from .speed import CHUNK, CONTEXTS, FLASH, Work
 
 SEQUENCES = (1, 8, 64, 256)
@@ -39,6 +41,7 @@ def main(
     kept: str | None = None,
     parts: bool = False,
     expert: int = 1,
+    rounds: int = ROUNDS,
     xla: Sequence[str] = (),
     file: str | None = None,
 ) -> list[dict[str, Any]]:
@@ -47,6 +50,7 @@ def main(
     Args:
       config: where there is no checkpoint.
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
+      rounds: steps of a call; the time of one is shown.
       xla: options of XLA for every program, as NAME=VALUE.
     """
     common.writable(file)
@@ -66,7 +70,7 @@ def main(
         progress(f"{common.gib(params) / mesh.size:.2f} GiB of parameters on each of {mesh.size} devices")
         for work in works:
             what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
-            row = {"work": str(work), **of_work(*what, calls, **options)}
+            row = {"work": str(work), **of_work(*what, calls, rounds, **options)}
             said = f"{row['ms']:.3f} ms, compiled in {row['compiled in s']:.1f} s"
             if parts:
                 row["parts"] = parts_of(*what, **options)
@@ -101,19 +105,22 @@ def option_of(text: str) -> tuple[str, str]:
 
 
 def program(
-    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, **options: str
+    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, rounds: int = 1, **options: str
 ) -> tuple[Any, Caches, tuple[Any, ...], float]:
-    """A compiled call, full caches, what it takes besides, and the seconds that it took to compile."""
+    """A compiled call, full caches, what it takes besides, and the seconds that it took to compile. One of steps ends
+    with the last token of the context.
+    """
     everywhere = NamedSharding(mesh, P())
     make = lambda: speed.random(model.cache(work.b, work.context, dtype))  # noqa: E731
     caches = jax.jit(make, out_shardings=everywhere)()
     tokens = jax.random.randint(jax.random.key(0), (work.b, work.tokens), 0, model.vocabulary, jnp.int32)
     lengths = jnp.full(work.b, work.context, jnp.int32)
-    f: Callable[..., Any] = model.step if work.tokens == 1 else model.read
-    given = (tokens[:, 0], lengths) if work.tokens == 1 else (tokens, lengths - work.tokens, lengths)
+    is_step = work.tokens == 1
+    f: Callable[..., Any] = functools.partial(model.several, count=rounds) if is_step else model.read
+    given = (tokens[:, 0], lengths - (rounds - 1)) if is_step else (tokens, lengths - work.tokens, lengths)
     operands: tuple[Any, ...] = jax.device_put(given, everywhere)
     if jax.default_backend() == "gpu":
-        options = {**(STEP_OPTIONS if work.tokens == 1 else {}), **options}
+        options = {**(STEP_OPTIONS if is_step else {}), **options}
     began = time.perf_counter()
 
     def call(params: Any, caches: Caches, *operands: Any) -> Any:
@@ -125,17 +132,18 @@ def program(
 
 
 def of_work(
-    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int, **options: str
+    model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, calls: int, rounds: int, **options: str
 ) -> dict[str, Any]:
-    """The median of three times so many calls, and what compiling took."""
-    f, caches, operands, seconds = program(model, params, mesh, work, dtype, **options)
+    """The time of a step or a chunk, the median of three times so many, and what compiling took."""
+    rounds = rounds if work.tokens == 1 else 1
+    f, caches, operands, seconds = program(model, params, mesh, work, dtype, rounds, **options)
 
     def call(caches: Caches) -> tuple[Caches, jax.Array]:
-        logits, caches = f(params, caches, *operands)
-        return caches, logits
+        made, caches = f(params, caches, *operands)
+        return caches, made
 
-    ms = speed.median(call, calls if work.tokens == 1 else max(1, calls // 5), caches)
-    return {"ms": ms, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
+    ms = speed.median(call, max(1, calls // (rounds if work.tokens == 1 else 5)), caches) / rounds
+    return {"ms": ms, "rounds": rounds, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
 
 
 def parts_of(
@@ -146,8 +154,8 @@ def parts_of(
 
     def call() -> jax.Array:
         nonlocal caches
-        logits, caches = f(params, caches, *operands)
-        return logits
+        made, caches = f(params, caches, *operands)
+        return made
 
     return of_calls(call, f.as_text() or "", calls, mesh.size)
 
@@ -158,6 +166,8 @@ def arguments() -> dict[str, Any]:
     made.add_argument("--parts", action="store_true", help="also where the devices' time goes; compiles twice")
     number = common.at_least(1)
     made.add_argument("--expert", type=number, default=1, help="devices that share out experts and heads (default: 1)")
+    rounds = f"steps of a call (default: {ROUNDS})"
+    made.add_argument("--rounds", type=number, default=ROUNDS, help=rounds)
     made.add_argument("--xla", nargs="+", default=(), metavar="NAME=VALUE", help="options of XLA for every program")
     return speed.parsed(made)
 

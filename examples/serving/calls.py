@@ -4,6 +4,7 @@ One array goes to the device in a call, and one comes back. A call may begin bef
 it: the device itself keeps the last token of each place, and how many tokens its caches hold.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +62,7 @@ class Flight(NamedTuple):
     says: np.ndarray
     """int32 `[n]`: how many tokens the call says, at most"""
     found: jax.Array
-    """int32 `[rows, 2 + s]`: how many tokens are said, of how many drafts, and the tokens"""
+    """int32 `[rows, rounds, 2 + s]`: how many tokens are said, of how many drafts, and the tokens"""
     is_step: bool
 
 
@@ -89,6 +90,7 @@ class Programs:
       table: the shape of the table of pages: places, and pages of each.
       page, chunk: in tokens.
       ahead: tokens of a step, at most.
+      rounds: steps of a call.
       own_drafts: whether drafts are the model's own, and not the host's.
       prefixes: how many are kept, at most.
     """
@@ -103,6 +105,7 @@ class Programs:
         ahead: int,
         own_drafts: bool,
         prefixes: int,
+        rounds: int = 1,
     ) -> None:
         b, pages = table
         numbers = jnp.full(table, -1, jnp.int32), *(jnp.zeros(b, jnp.int32) for _ in range(2))
@@ -135,11 +138,20 @@ class Programs:
             numbers = (x.at[at].set(y, mode="drop") for x, y in numbers)
             kept, slot = state.kept, jnp.where(call.slot >= 0, call.slot, prefixes)
             kept = kept.put(slot, own.rings()) if prefixes else None
-            return jnp.concatenate([one, none, chosen], 1), State(table, *numbers, state.caches.put(at, own), kept)
+            found = jnp.concatenate([one, none, chosen], 1)[:, None]
+            return found, State(table, *numbers, state.caches.put(at, own), kept)
 
         def say(parameters: Any, state: State, packed: jax.Array) -> tuple[jax.Array, State]:
             call = Call.unpacked(packed, 0 if own_drafts else ahead - 1)
-            table, start = entered(call, state.table), state.cached
+            state = state._replace(table=entered(call, state.table))
+            step = functools.partial(say_once, parameters, call)
+            # One call of the host for several steps: it takes the longer, the more arrays a model has.
+            state, found = jax.lax.scan(lambda state, _: step(state), state, length=rounds)
+            return jnp.swapaxes(found, 0, 1), state
+
+        def say_once(parameters: Any, call: Call, state: State) -> tuple[State, jax.Array]:
+            """A step: the state after it, and int32 `[rows, 2 + ahead]`, as `Flight.found` has it."""
+            table, start = state.table, state.cached
             drafts = state.drafts if own_drafts else call.tokens
             says = start < call.most
             start = jnp.where(says, start, 0)
@@ -157,7 +169,7 @@ class Programs:
                 new, caches = model.propose(parameters, last, caches, jnp.where(says, cached, 0))
                 new = jnp.where(says[:, None], new[:, : ahead - 1], -1)
             found = jnp.concatenate([said[:, None], (lengths - start - says)[:, None], chosen], 1)
-            return found, State(table, cached, last, new, caches, state.kept)
+            return State(table, cached, last, new, caches, state.kept), found
 
         def begin(state: State, numbers: jax.Array) -> State:
             """Lets a place go on from a prefix: numbers are the place, the slot, and the place's row of the table."""

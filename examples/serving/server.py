@@ -53,6 +53,9 @@ class Server:
       readers: prompts that are read at once, at most.
       prefixes: beginnings of prompts that are kept for later ones, at most. Each takes as many bytes as a place has
         besides pages. Its pages are taken from it when no others are free.
+      rounds: steps of a call. The host is heard less often with more: it has more time for each call, of which the
+        device takes one after the other, but what a place says after the end of its request, up to `rounds` steps, is
+        said in vain, and a prompt that comes waits for as many.
       speculate: drafts of a place in a step, at most: the model's own, or what came after the same tokens before in
         the same request.
       seed: from which requests that have none get one.
@@ -77,9 +80,10 @@ class Server:
         progress: Callable[[str], None] = lambda text: None,
         readers: int = 1,
         prefixes: int = 64,
+        rounds: int = 1,
     ) -> None:
         sizes = {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages, "readers": readers}
-        for name, size in sizes.items():
+        for name, size in (sizes | {"rounds": rounds}).items():
             integer(name, size, 1)
         integer("speculate", speculate, 0)
         integer("prefixes", prefixes, 0)
@@ -87,6 +91,11 @@ class Server:
         own_drafts = speculate > 0 and hasattr(model, "propose")
         self.ahead = 1 + (min(speculate, model.block) if own_drafts else speculate)
         """tokens of a step, at most"""
+        if self.ahead > 1 and not own_drafts and rounds > 1:
+            got, wanted = f"{rounds} with drafts that the host looks up", "1, after which it has looked them up again"
+            raise ValueError(f"rounds: got {got}, wanted {wanted}")
+        self.rounds, self.each = rounds, rounds * self.ahead
+        """steps of a call, and its tokens of a place, at most"""
         self.readers = min(readers, places)
         self.longest = min(room, pages * page)
         """tokens of a request, at most"""
@@ -110,7 +119,7 @@ class Server:
         self.count, self.total = _none(b), _none(b)
         """tokens that the host knows; how many there will be, at most"""
         self.flying = _none(b)
-        """tokens that the call in flight says, at most; if any, then at least one"""
+        """tokens that the call in flight says, at most"""
         self.is_new = np.zeros(b, bool)
         """whether no chunk of it has been read"""
         self.since = _none(b)
@@ -122,7 +131,9 @@ class Server:
 
         cache = {"page_tokens": page, "pages": pages, "steps": self.ahead}
         caches = model.cache(b, room, dtype, block_table=np.full_like(self.pages.table, -1), **cache)
-        self.programs = Programs(model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts, prefixes)
+        self.programs = Programs(
+            model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts, prefixes, rounds
+        )
         self.state = self.programs.state
         self._alone = jax.jit(lambda parameters, tokens: model(parameters, tokens)[0].argmax(-1))
 
@@ -134,7 +145,8 @@ class Server:
 
     def compile(self) -> None:
         """Calls all programs once, with every place idle."""
-        of_step = f"steps of {self.ahead} {'token' if self.ahead == 1 else 'tokens'}"
+        of_step = f"{self.rounds} steps of" if self.rounds > 1 else "steps of"
+        of_step += f" {self.ahead} {'token' if self.ahead == 1 else 'tokens'}"
         what_reads = f"chunks of {self.chunk} tokens"
         for what, is_step in ((what_reads, False), (of_step, True)):
             self.progress(f"compiling the program for {what}")
@@ -300,15 +312,18 @@ class Server:
     def _turns(self) -> tuple[np.ndarray, np.ndarray]:
         """The places that have something to read, and those that have something to say, bool `[places]`."""
         has_read = self.read == self.goal
-        return ~has_read, has_read & (self.count + (self.flying > 0) < self.total)
+        surely_said = np.minimum(self.flying, self.rounds)  # one in each step, without drafts
+        return ~has_read, has_read & (self.count + surely_said < self.total)
 
-    def _most(self, drafts: np.ndarray | int) -> np.ndarray:
-        """int32 `[places]`: tokens that caches hold after a step, at most. A request's last one comes after them."""
-        return np.minimum(self.count + self.flying + drafts, self.total - 1)
+    def _most(self, more: np.ndarray | int) -> np.ndarray:
+        """int32 `[places]`: tokens that caches hold after a call, at most, of one token and so many more. A request's
+        last one comes after them.
+        """
+        return np.minimum(self.count + self.flying + more, self.total - 1)
 
     def _is_short(self) -> bool:
         """True if there may be too few pages for the next step: whoever gives his back then has to be known whole."""
-        more = self.pages.needed(self._most(self.ahead - 1)) - self.pages.counts
+        more = self.pages.needed(self._most(self.each - 1)) - self.pages.counts
         return bool(more[self._turns()[1]].clip(0).sum() > len(self.pages.free) + self.pages.idle)
 
     def _chunk(self, reads: np.ndarray) -> Call:
@@ -343,16 +358,16 @@ class Server:
         for i in sorted(np.flatnonzero(says & (self.pages.room < self.count)).tolist(), key=self.since.__getitem__):
             self._grow(i, int(self.count[i]))  # those that came first do not wait for later ones
         says = says & (self.count > 0)  # without those that wait again
-        drafts, tokens = self.ahead - 1, np.zeros((len(says), 0), np.int32)
+        more, tokens = self.each - 1, np.zeros((len(says), 0), np.int32)
         if self.lookup:
-            tokens, drafts = self.lookup.drafts(np.arange(len(says)), self.ahead - 1)
-        most = np.where(says, self._most(drafts), 0)
+            tokens, more = self.lookup.drafts(np.arange(len(says)), self.ahead - 1)
+        most = np.where(says, self._most(more), 0)
         for i in np.flatnonzero(self.pages.room < most).tolist():
             if not self._has_pages(i, int(most[i])):
                 most[i] = self.pages.room[i]
         # The call in flight may say as many tokens as this one, and the new ones begin after them.
         place = np.arange(len(says), dtype=np.int32)
-        return self._call(place, (self.count - 1).clip(0), most, tokens, 2 * self.ahead, np.full_like(place, -1))
+        return self._call(place, (self.count - 1).clip(0), most, tokens, 2 * self.each, np.full_like(place, -1))
 
     def _call(
         self, place: np.ndarray, start: np.ndarray, most: np.ndarray, tokens: np.ndarray, span: int, slot: np.ndarray
@@ -372,7 +387,7 @@ class Server:
     def _begun(self, call: Call) -> Flight:
         takes_part = call.most > 0
         place = call.place[takes_part]
-        says = np.where(self.was_chunk, call.most[takes_part] == self.goal[place], self.ahead).astype(np.int32)
+        says = np.where(self.was_chunk, call.most[takes_part] == self.goal[place], self.each).astype(np.int32)
         found = self._run(not self.was_chunk, call)
         return Flight(takes_part, place, self.since[place], says, found, not self.was_chunk)
 
@@ -387,18 +402,18 @@ class Server:
         found = np.asarray(flight.found)[flight.rows]
         is_meant = (flight.since == self.since[flight.place]) & (flight.says > 0)  # others have left their place
         place, found = flight.place[is_meant], found[is_meant]
-        said, drafted, tokens = found[:, 0], found[:, 1], found[:, 2:]
+        said, drafted, tokens = found[..., 0], found[..., 1], found[..., 2:]
         if flight.is_step:
             self.steps += int((said > 0).sum())
             self.drafted += int(drafted.sum())
             self.accepted += int((said - 1).clip(0).sum())
-        self.count[place] += said
+        self.count[place] += said.sum(1)
         if self.lookup:
-            self.lookup.add(place, tokens, said)
+            self.lookup.add(place, tokens[:, 0], said[:, 0])
         ended = []
-        for i, n, line in zip(place.tolist(), said.tolist(), tokens.tolist(), strict=True):
+        for i, counts, lines in zip(place.tolist(), said.tolist(), tokens.tolist(), strict=True):
             request = self.places[i]
-            if request.hears(line[:n]):
+            if request.hears([token for n, line in zip(counts, lines, strict=True) for token in line[:n]]):
                 ended.append(request)
                 self._leave(i)
         return ended

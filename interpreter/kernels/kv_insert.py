@@ -12,9 +12,8 @@ from kernels.abi import KvInsert
 from kernels.packings import ROPE
 
 from ..machine import scheduler
-from ..machine.reductions import add_cleared
+from ..machine.reductions import add_changed
 from ..machine.state import Array, new_memory
-from ..machine.storage import GlobalMemory
 from . import native
 from .launch import Kernel, machine
 from .verdict import Wrong
@@ -229,21 +228,14 @@ def run(
     given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "bounds": x.bounds}
     addresses = {name: memory.add(name, array) for name, array in (given | {"block_table": x.block_table}).items()}
     kept = {"state": x.state, "sums": x.sums, "folded": x.folded}
-    addresses |= {name: _writable(memory, name, array.view(np.uint8).ravel()) for name, array in kept.items()}
-    addresses["cache"] = _writable(memory, "cache", np.full(x.pages * x.page_bytes, UNWRITTEN, np.uint8))
+    addresses |= {name: add_changed(memory, name, array.view(np.uint8).ravel()) for name, array in kept.items()}
+    addresses["cache"] = add_changed(memory, "cache", np.full(x.pages * x.page_bytes, UNWRITTEN, np.uint8))
     plan = native.plan_kv_insert(x.shape, EPS, tile_m=kernel.facts["tile_m"], addresses=addresses)
     scheduler.run(machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed))
     cache = memory.named("cache")
     found = (memory.named(name).bytes[: array.nbytes].view(array.dtype) for name, array in kept.items())
     state, sums, folded = (y.reshape(array.shape) for y, array in zip(found, kept.values(), strict=True))
     return cache.bytes[: cache.size].reshape(x.pages, -1), state, sums, folded
-
-
-def _writable(memory: GlobalMemory, name: str, data: Array) -> int:
-    """The address of data that the kernel may overwrite."""
-    address = add_cleared(memory, name, data.size)
-    memory.named(name).bytes[: data.size] = data
-    return address
 
 
 def judge(x: Problem, got: tuple[Array, Array, Array, Array]) -> None:

@@ -446,6 +446,20 @@ def plan_group_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, 
     return planned("group_rows", given, ctypes.c_int32(tile_m), at)
 
 
+def plan_route(
+    shape: dict[str, int], unit: float, scale: float, *, tile_m: int, addresses: dict[str, int] | None = None
+) -> Plan:
+    """Returns the launch of a router after its product."""
+    return planned(
+        "route",
+        ctypes.byref(filled("RouteShape", **shape)),
+        ctypes.c_float(unit),
+        ctypes.c_float(scale),
+        ctypes.c_int32(tile_m),
+        addressed("route", addresses),
+    )
+
+
 def plan_grouped_product(
     shape: dict[str, int],
     gated: bool,
@@ -495,6 +509,12 @@ def plan_hyper_connection(
         _tiles(tile_m, tile_n, processors, cluster),
         addressed("hyper_connection", addresses),
     )
+
+
+def plan_all_reduce(shape: dict[str, int], memory: int = 0, *, addresses: dict[str, int] | None = None) -> Plan:
+    """Returns the launch that sums an array over devices, where this one keeps `memory`, an address."""
+    given, at = ctypes.byref(filled("AllReduceShape", **shape)), addressed("all_reduce", addresses)
+    return planned("all_reduce", given, ctypes.c_void_p(memory), at)
 
 
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:

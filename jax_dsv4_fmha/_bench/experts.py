@@ -10,6 +10,7 @@ from .._definitions.experts import GROUP, pack_experts
 from .._definitions.slabs import BLOCK
 from .._ops.fused_moe import fused_moe
 from .._ops.hyper_connection import hyper_connection
+from .._ops.route import route
 from .measure import Operands
 from .row import CallRow, Suite
 
@@ -114,6 +115,53 @@ class ExpertsGradientRow(ExpertsRow):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouteRow(CallRow):
+    """A layer's router after its product with a gate in three numbers of bfloat16, beside XLA's."""
+
+    op = "route"
+
+    tokens: int
+    experts: int = 256
+    chosen: int = 6
+    vocabulary: int = 0  # rows of a table, from which experts are; 0 for the choice by scores
+
+    @property
+    def name(self) -> str:
+        of = "of a table" if self.vocabulary else f"of {self.experts}"
+        return f"router of {self.tokens} tokens, {self.chosen} {of}"
+
+    @property
+    def flops(self) -> float:
+        """Additions of parts, and about as many operations for a score and the choice."""
+        return 30.0 * self.tokens * (self.chosen if self.vocabulary else self.experts)
+
+    @property
+    def bytes(self) -> float:
+        of_logits = self.chosen if self.vocabulary else self.experts
+        return 4.0 * self.tokens * (3 * of_logits + (2 + bool(self.vocabulary)) * self.chosen)
+
+    def operands(self, key: jax.Array) -> Operands:
+        of_logits, of_choice, of_tokens = jax.random.split(key, 3)
+        size = jnp.array([1, 2**-8, 2**-16])[:, None]
+        logits = jax.random.normal(of_logits, (1, self.tokens, 3, self.experts)) * size
+        if not self.vocabulary:
+            return {"logits": logits, "bias": jax.random.normal(of_choice, (self.experts,)) / 8}
+        rows = jax.random.randint(of_choice, (self.vocabulary, self.chosen), 0, self.experts)
+        return {
+            "logits": logits,
+            "table": rows,
+            "tokens": jax.random.randint(of_tokens, (1, self.tokens), 0, self.vocabulary),
+        }
+
+    def ours(self, implementation: Any = None, **operands: Any) -> Any:
+        how: dict[str, Any] = {} if self.vocabulary else {"top_k": self.chosen}
+        return route(**operands, **how, scale=1.5, implementation=implementation)
+
+    def peer(self, name: str, **operands: Any) -> Any:
+        return self.ours("reference", **operands)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HyperConnectionRow(CallRow):
     """The hyper-connections before a sublayer."""
 
@@ -160,5 +208,8 @@ SUITE = Suite(
         *(ExpertsRow(tokens=n, weights=weights) for weights in ("FP8", "bfloat16") for n in (1, 64, 4096)),
         *(ExpertsGradientRow(tokens=n) for n in (2048, 8192)),
         *(HyperConnectionRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(RouteRow(tokens=n, peers=("xla",)) for n in (1, 8, 64, 256, 1024, 4096)),
+        *(RouteRow(tokens=n, experts=384, peers=("xla",)) for n in (1, 64, 4096)),
+        *(RouteRow(tokens=n, vocabulary=129280, peers=("xla",)) for n in (1, 64, 4096)),
     ),
 )

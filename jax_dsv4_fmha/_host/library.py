@@ -179,13 +179,25 @@ def _register() -> None:
     found = native()
     if found is None:
         return
-    for target in TARGETS:
+    for state in dict.fromkeys(target["state"] for target in TARGETS.values() if "state" in target):
+        kind: Any = {name: _pointer(found, f"dsv4_fmha_{state}_{name}") for name in ("type_id", "type_info")}
+        jax.ffi.register_ffi_type(f"dsv4_fmha_{state}", kind, platform="CUDA")
+    for target, described in TARGETS.items():
         symbol = f"dsv4_fmha_{target}"
         stages = {
             "initialize": jax.ffi.pycapsule(found[f"{symbol}_initialize"]),
             "execute": jax.ffi.pycapsule(found[symbol]),
         }
+        if "state" in described:
+            stages["instantiate"] = jax.ffi.pycapsule(found[f"{symbol}_instantiate"])
         jax.ffi.register_ffi_target(symbol, stages, platform="CUDA")
+
+
+def _pointer(found: ctypes.CDLL, name: str) -> Any:
+    """Returns a capsule of the address that a function of this name returns."""
+    function = found[name]
+    function.restype = ctypes.c_void_p
+    return jax.ffi.pycapsule(function())
 
 
 _register()

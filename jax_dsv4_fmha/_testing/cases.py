@@ -12,6 +12,7 @@ from .hyper_connection import HyperConnectionCase
 from .indexer import BlocksCase, ChoiceCase, IndexerCase, ScoresCase
 from .insert import InsertCase
 from .rope import NormRopeCase, RopeCase, RopeHadamardCase
+from .router import RouteCase
 
 
 def _attention() -> tuple[AttentionCase, ...]:
@@ -248,6 +249,10 @@ def _model() -> tuple[Case, ...]:
         HyperConnectionCase(b=2, s_q=19),
         HyperConnectionCase(s_q=1, features=("taken",)),
         HyperConnectionCase(s_q=300, features=("taken",)),
+        RouteCase(b=2, s_q=19),
+        RouteCase(s_q=1, s_c=384),
+        RouteCase(s_q=300, topk=8, features=("sigmoid",)),
+        RouteCase(s_q=90, features=("of_table",)),
         ExpertsCase(s_q=12),
         ExpertsCase(s_q=90, d=512, s_c=6, topk=3),
         ExpertsCase(s_q=12, features=("e4m3_weights",)),

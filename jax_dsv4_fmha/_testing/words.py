@@ -12,7 +12,7 @@ _SPANS = {
     "random": "a random span for each query",
 }
 _SINKS = {"none": "", "normal": "sink", "mixed": "sinks, some infinite"}  # another is a value
-_OF_A_MODEL = ("hyper_connection", "fused_moe")  # ops of tokens, which have no heads
+_OF_A_MODEL = ("hyper_connection", "route", "fused_moe")  # ops of tokens, which have no heads
 _LENGTHS = {
     "sparse_fmha": "lists of different lengths",
     "dsv4_attention": "windows of different lengths",
@@ -34,6 +34,8 @@ _FEATURES = {
     "bf16_rope": "RoPE's part in bfloat16",
     "large": "large logits",
     "taken": "streams taken in by given numbers",
+    "sigmoid": "scores by a sigmoid",
+    "of_table": "of a table",
     "nan": "NaN in unseen keys",
 }
 
@@ -41,7 +43,8 @@ _FEATURES = {
 def said(op: str, facts: dict[str, Any]) -> str:
     """The op, the sizes of its operands, and at the end whatever is unusual about their values."""
     x = facts
-    words = [_queries(op, x), *_keys(op, x), f"d {x['d']}", x["dtype"] if x["dtype"] != "bfloat16" else ""]
+    d = "" if op == "route" else f"d {x['d']}"
+    words = [_queries(op, x), *_keys(op, x), d, x["dtype"] if x["dtype"] != "bfloat16" else ""]
     words += ["V is K" if op == "fmha" and x["shared_kv"] else ""]
     words += [_SPANS[part].format(**x) for part in x["span"].split("+")]
     words += [f"window {x['window']}" if op.startswith("dsv4") and x["window"] != 128 else ""]
@@ -78,7 +81,7 @@ def _keys(op: str, x: dict[str, Any]) -> list[str]:
             ]
         case "mla_decode":
             return [f"{some or 'all of '}up to {_many(x['s_kv'], 'token', 'tokens')}"]
-        case "fused_moe":
+        case "fused_moe" | "route":
             return [f"{x['topk']} of {x['s_c']} experts each"]
         case "kv_insert":
             return [f"an entry for {x['ratio']} tokens" if x["ratio"] else "an entry for each token"]

@@ -3,6 +3,7 @@ hidden states to hidden states.
 """
 
 from ._few_rows import step_product
+from ._step_psum import step_psum
 from .attention import DSV4Attention
 from .compressor import Compressor
 from .config import from_config
@@ -37,6 +38,7 @@ __all__ = [
     "inverse_rope",
     "rope",
     "step_product",
+    "step_psum",
     "to_state_dict",
     "unzigzag",
     "zigzag",

@@ -1,4 +1,4 @@
-"""Instructions that the DSL does not offer, each a function; no other file writes PTX."""
+"""Instructions that the DSL does not offer, each a function; no other file but `lines.py` writes PTX."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32

@@ -1,0 +1,1 @@
+"""Sums arrays over the devices of a process."""
