@@ -1,5 +1,6 @@
 """A model for `Server` that costs nothing: after token n comes n + 1, so what requests have to say is known."""
 
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -95,3 +96,40 @@ def server(
 def assert_right(request: Request) -> None:
     """It has said what comes after its prompt."""
     assert request.said == counting(int(request.prompt[0]) + len(request.prompt), len(request.said)).tolist()
+
+
+def done(serving, *requests):
+    """Serves these, and what else there is, to the end."""
+    for request in requests:
+        serving.submit(request)
+    ended = []
+    while not serving.is_idle:
+        ended += serving.work()
+    return ended
+
+
+def assert_empty(serving):
+    """Nobody has a page but the prefixes, which have what they should."""
+    pages, keepers = serving.pages, np.zeros_like(serving.pages.keepers)
+    for prefix in serving.prefixes.kept.values() if serving.prefixes else ():
+        keepers[prefix.pages] += 1
+    assert (keepers == pages.keepers).all() and sorted(pages.free) == np.flatnonzero(keepers == 0).tolist()
+    assert pages.idle == (keepers > 0).sum() and not pages.owners.any() and not pages.counts.any()
+    assert not any(serving.places) and not serving.count.any() and not serving.read.any()
+
+
+def calls_of(steps, work):
+    """Counts the calls of functions in so many steps."""
+    calls = 0
+
+    def count(frame, event, what):
+        nonlocal calls
+        calls += event.endswith("call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(steps):
+            work()
+    finally:
+        sys.setprofile(None)
+    return calls

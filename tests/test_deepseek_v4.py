@@ -258,6 +258,23 @@ def test_parts_of_a_program():
     assert parts.by_operation(text) == {"dot.1": "moe", "fusion.2": "norm", "dot.3": "products", "add.4": "rest"}
 
 
+def test_the_first_layers_of_a_config():
+    """By Hugging Face's names or DeepSeek's, and where the text model is a part of a larger one."""
+    config = common.small() | {"n_layers": 3, "n_hash_layers": 1, "model_type": "deepseek_v4"}
+    for given in (config, {"model_type": "other", "text_config": config}):
+        model = Model.from_config(mfu.first_layers(given, 2, 4) | {"model_type": None})
+        assert (len(model.layers), model.experts, model.hashed) == (2, 4, 0)
+    with pytest.raises(ValueError, match="--layers: got 4, wanted at most the 3 of the model"):
+        mfu.first_layers(config, 4, 4)
+
+
+@pytest.mark.parametrize("program", [mfu, speed, whole])
+def test_a_file_that_cannot_be_written_is_known_first(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(Model, "from_config", lambda *_: pytest.fail("the model was made before"))
+    with pytest.raises(FileNotFoundError, match="missing"):
+        program.main(config=common.small(), file=str(tmp_path / "missing" / "rows.json"))
+
+
 @pytest.mark.slow
 def test_mfu(tmp_path, capsys):
     """Two devices train the first layers of a model: a row, and its lines."""

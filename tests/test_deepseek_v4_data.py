@@ -73,11 +73,12 @@ def test_shards_of_a_text(shards, tmp_path, capsys):
         ("a.txt", "\n\n", {}, "got no document to write"),
         ("a.txt", "1", {"end": 64}, "--end: got 64 as token number 0"),
         ("a.jsonl", '{"words": "1"}', {}, r'a\.jsonl:1: got .*, wanted an object with a "text"'),
+        ("a.txt", "1 2\n3 \udcff\n", {}, r"a\.txt:2: got '\\udcff', wanted tokens"),
         ("a.jsonl", "1 2", {}, r'a\.jsonl:1: got .*, wanted an object with a "text"'),
     ],
 )
 def test_texts_that_make_no_shards(name, text, how, message, tmp_path):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         data.main([str(tmp_path / name)], str(tmp_path / "shards"), **how)
     assert not (tmp_path / "shards" / data.INDEX).exists()
@@ -148,6 +149,10 @@ def test_states(tmp_path):
     states = States(tmp_path, 2, {"b": 4})
     assert states.last() == 3 and {path.name for path in tmp_path.iterdir()} == {"2", "3"}
     assert states.restore(3, {"x": jax.ShapeDtypeStruct((2,), jnp.int32)})["x"].tolist() == [3, 3]
+    for other in ({"y": jax.ShapeDtypeStruct((2,), jnp.int32)}, {"x": jax.ShapeDtypeStruct((3,), jnp.int32)}):
+        with pytest.raises(ValueError, match="got a state of other arrays, wanted those of this model") as raised:
+            states.restore(3, other)
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 400 + len(str(tmp_path))
     states.close()
     states = States(tmp_path, 2, {"b": 8})
     with pytest.raises(ValueError, match=r"got a state of training by \{.b.: 4\}, wanted one by \{.b.: 8\}"):

@@ -170,6 +170,15 @@ def test_a_policy_keeps_what_those_before_it_keep_and_more():
     assert of["but-parameters"] - of["but-products"] > experts
 
 
+@pytest.mark.parametrize("how", [{"save": "file/x"}, {"adapter": "file/x", "rank": 2}])
+def test_a_directory_that_cannot_be_made_is_known_first(how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(common, "model_of", lambda *_, **__: pytest.fail("the model was made before"))
+    with pytest.raises(NotADirectoryError):
+        train.main(**how)
+
+
 def test_what_learns(monkeypatch):
     monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
     model = common.model_of(None)

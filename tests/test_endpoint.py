@@ -345,6 +345,47 @@ def test_load_by_http(served, tmp_path, capsys):
         load.main(**how, n_in=6, alike=7)
 
 
+@pytest.mark.parametrize(
+    "how, kind, message",
+    [
+        ({"minutes": -1.0}, ValueError, "minutes: got -1.0, wanted a number from 0 to"),
+        ({"minutes": float("nan")}, ValueError, "minutes: got nan, wanted a number from 0 to"),
+        ({"temperature": 9.0}, ValueError, "temperature: got 9.0, wanted a number from 0 to 2"),
+        ({"file": "missing/rates.json"}, FileNotFoundError, "missing/rates.json"),
+        ({"url": "127.0.0.1:8000"}, ValueError, "--url: got '127.0.0.1:8000', wanted one such as http://127.0.0.1"),
+        ({"url": "ftp://127.0.0.1"}, ValueError, "--url: got 'ftp://127.0.0.1', wanted one such as http://127.0.0.1"),
+    ],
+)
+def test_load_says_what_is_wrong_before_it_begins(how, kind, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve, "served", lambda *_, **__: pytest.fail("the model was made before"))
+    with pytest.raises(kind, match=message):
+        load.main(concurrency=[1], n_in=6, n_out=5, **how)
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (b"hello\r\n", "got BadStatusLine"),
+        (b"HTTP/1.0 404 Not Found\r\n\r\nnothing", "/v1/models: got 'nothing', wanted a list of models"),
+        (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', '/v1/models: got \'{"data": .*, wanted a list of models'),
+    ],
+)
+def test_load_of_what_is_no_endpoint(answer, message):
+    def answers():
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answers)
+        thread.start()
+        with pytest.raises(ValueError, match=message):
+            load.main(concurrency=[1], n_in=6, n_out=5, url=f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join()
+
+
 def test_load_in_process(capsys):
     """No more requests are under way than asked for, and each has the times of its own tokens."""
     serving, most = server(places=4), 0

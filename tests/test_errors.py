@@ -150,6 +150,28 @@ def test_error(op, wrong, error, message):
     assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)  # all of one kernel here
 
 
+@pytest.mark.parametrize(
+    "op, layout, wanted",
+    [
+        ("dsv4_decode", "v32_fp8", "v4_fp8 or v4_fp4 or v41_fp8 or v41_fp4"),
+        ("dsv4_decode", "index_fp8", "v4_fp8 or v4_fp4 or v41_fp8 or v41_fp4"),
+        ("dsv4_attention", "v32_fp8", "v4_fp8 or v4_fp4 or v41_fp8 or v41_fp4"),
+        ("mla_decode", "index_fp4", "v4_fp8 or v4_fp4 or v41_fp8 or v41_fp4 or v32_fp8"),
+    ],
+)
+def test_entries_of_another_op_are_refused(op, layout, wanted):
+    """Not all of their numbers are V, or none is."""
+    cache = Cache.zeros(B, 64, layout=layout)
+    q = array(B, S_Q, H_Q, cache.packing.d)
+    operands = {
+        "dsv4_decode": {"window_cache": cache, "lengths": 5, "window": 8},
+        "dsv4_attention": {"window_kv": q[:, :, 0], "compressed_kv": cache, "ratio": 4},
+        "mla_decode": {"cache": cache, "lengths": 5, "d_v": None},
+    }
+    with pytest.raises(ValueError, match=rf"^{op}: \w+\.layout: got {layout}, wanted {wanted}\n"):
+        call(op, q=q, **operands[op])
+
+
 INDEXER_Q, INDEXER_K, WEIGHTS = array(B, S_Q, H_Q, D), KV, array(B, S_Q, H_Q, dtype=jnp.float32)
 INDEXER = {"q": INDEXER_Q, "k": INDEXER_K, "weights": WEIGHTS, "span": Span.compressed(S_Q, 4)}
 MORE_CALLS: dict[str, dict[str, Any]] = {

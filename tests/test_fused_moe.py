@@ -96,6 +96,19 @@ def test_an_expert_that_is_not_a_number_reaches_its_own_tokens_alone():
         assert np.isfinite(want).all() and np.isnan(got[~others]).any()
 
 
+def test_the_gradient_of_an_expert_that_nobody_chose_is_0():
+    """Even if it is not a number, as by kernels, which do not read it."""
+    given, w13, w2, chosen, weights = operands(Problem.of([3, 0, 4]), jnp.float32, is_packed=False)
+    bad = [w.at[1].set(jnp.nan) for w in (w13, w2)]
+
+    def total(w13, w2):
+        return fused_moe(given, w13, w2, chosen, weights, limit=LIMIT).sum()
+
+    for got, want in zip(jax.grad(total, (0, 1))(*bad), jax.grad(total, (0, 1))(w13, w2), strict=True):
+        assert not np.asarray(got[1]).any() and np.asarray(got[0]).any()
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_weight_of_0_has_a_gradient():
     given, w13, w2, chosen, weights = operands(Problem.of([3, 4]), jnp.float32)
 
@@ -230,6 +243,27 @@ def test_devices_share_out_tokens(kind, is_packed):
         y = program(given, w13, w2, chosen, weights)
     assert collectives(program) == {} and y.sharding.is_equivalent_to(by_tokens, 3)
     assert off(y, wanted(x, round_inner=not is_packed)) < most
+
+
+def test_explicit_axes_share_out_batch_and_tokens_of_a_gradient():
+    """Where no kernel runs, the definition's leaves both where they are."""
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(KINDS["Explicit"],) * 2)
+    shapes = (4, 4, 8), (3, 2, 8, 8), (3, 8, 8), (4, 4, 2)
+    given, w13, w2, weights = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+    chosen = jax.random.randint(jax.random.key(4), (4, 4, 2), -1, 4)
+
+    def gradients(given, w13, w2, chosen, weights):
+        run = functools.partial(fused_moe, limit=LIMIT)
+        return jax.grad(lambda a, b, c, d: (run(a, b, c, chosen, d) ** 2).sum(), (0, 1, 2, 3))(given, w13, w2, weights)
+
+    args = given, w13, w2, chosen, weights
+    by_tokens = NamedSharding(mesh, P("data", "context"))
+    placed = [jax.device_put(a, by_tokens) if i in (0, 3, 4) else a for i, a in enumerate(args)]
+    with jax.set_mesh(mesh):
+        made = jax.jit(gradients)(*placed)
+    assert jax.typeof(made[0]).sharding.spec == P("data", "context", None)
+    for a, b in zip(made, gradients(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("matrices", WEIGHTS)

@@ -437,6 +437,10 @@ YARN = V3["rope_scaling"]
             0,
             "factor: got 2, wanted none with rope_type default",
         ),
+        (V3 | {"layer_types": ["full_attention"]}, 0, "layer_types: got 1, wanted one for each of 61 layers"),
+        (KIMI | {"kv_lora_rank": 256}, 0, "kv_lora_rank: got 256, wanted 512, as in text_config"),
+        (V3 | {"model_type": ["deepseek_v3"]}, 0, r"model_type: got \['deepseek_v3'\], wanted deepseek_v3"),
+        (HY4 | {"rms_norm_eps": -1}, 0, "rms_norm_eps: .*eps: got -1, wanted a finite number >= 0"),
         (V3, 61, "layer: got 61, wanted a layer of the 61"),
         (V3, -1, "layer: got -1, wanted an int >= 0"),
     ],
@@ -444,6 +448,27 @@ YARN = V3["rope_scaling"]
 def test_configs_that_are_refused(config, layer, words):
     with pytest.raises(ValueError, match=f"^from_config: {words}"):
         LatentAttention.from_config(config, layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (V3 | {"rope_interleave": "False"}, "rope_interleave: got False, wanted a bool"),
+        (V3 | {"rope_interleave": 0}, "rope_interleave: got 0, wanted a bool"),
+        (GLM | {"indexer_rope_interleave": "true"}, "indexer_rope_interleave: got true, wanted a bool"),
+        (FLASH | {"index_kpool_always_select_tail": "no"}, "index_kpool_always_select_tail: got no, wanted a bool"),
+        (V3 | {"layer_types": 61}, "layer_types: got 61, wanted a list"),
+        (FLASH | {"layer_types": {}}, "layer_types: got {}, wanted a list"),
+        (GLM | {"index_topk_pattern": 4}, "index_topk_pattern: got 4, wanted a list"),
+        (
+            V3 | {"rope_scaling": YARN | {"mscale": "1", "mscale_all_dim": "1"}},
+            "mscale_all_dim: got 1, wanted a number",
+        ),
+    ],
+)
+def test_entries_of_another_type_are_refused(config, words):
+    with pytest.raises(TypeError, match=f"^from_config: {words}"):
+        LatentAttention.from_config(config, layer=3)
 
 
 # ---- errors

@@ -177,6 +177,7 @@ OPERANDS = [
     (lambda: step_product(X[0], jnp.zeros((24, 8))), r"step_product: x: got float32\[8, 24\], wanted .*\[b, s, 24\]"),
     (lambda: step_product(X, jnp.zeros((8, 24))), r"step_product: x: got float32\[2, 8, 24\], wanted .*\[b, s, 8\]"),
     (lambda: step_product(X, jnp.zeros((24, 8)), dtype="bfloat16"), r"dtype: got bfloat16, wanted float32"),
+    (lambda: step_product(X, jnp.zeros((24, 8)), dtype="wide"), r"dtype: got wide, wanted float32"),
     (lambda: step_product(X, SEVERAL), r"step_product: w: got 2 packed matrices, wanted one"),
     (lambda: rope(X, jnp.zeros((3, 8), jnp.int32), Rope(8)), r"rope: positions: got int32\[3, 8\], wanted int32\[b=2"),
     (lambda: inverse_rope(X, AT, None), r"inverse_rope: rotation: got None, wanted a Rope"),

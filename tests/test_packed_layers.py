@@ -271,7 +271,7 @@ def test_errors():
             {"wq_b": other},
             r"params.wq_b: got a PackedMatrix\[64, 256\] of 256 rows and 64 columns, wanted .*\[64, 4, 64\]",
         ),
-        ({"wkv": packed["wq_a"].reshape(64, 128)}, r"params.wkv: got a PackedMatrix\[64, 128\]"),
+        ({"wkv": packed["wq_a"].reshape(128, 8, 8)}, r"params.wkv: got a PackedMatrix\[128, 8, 8\]"),
         ({"wq_a": PackedMatrix(packed["wq_a"].data[:1], 64, 128, (128, 64))}, r"params.wq_a.data: got uint8"),
         ({"sink": packed["wkv"]}, "params.sink: got a PackedMatrix, wanted floats"),
         ({"indexer": packed["indexer"] | {"weights_proj": packed["wkv"]}}, "weights_proj: got a PackedMatrix"),

@@ -116,11 +116,19 @@ def test_errors():
         ((codes, scales * 0), "scales: got 0 among them"),
         ((codes, np.full_like(scales, 256)), "got 2\\^8 among them, wanted powers of two up to 128"),
         ((codes, np.full(scales.shape, 255, np.uint8)), "got NaN among them"),
-        ((codes, scales, (136, 201)), "shape: got .136, 201., wanted one of 27200 numbers"),
+        ((codes, scales, (136, 201)), "shape: got .136, 201., wanted axes of 136 columns, then axes of 200 rows"),
+        ((codes, scales, (200, 136)), "shape: got .200, 136., wanted axes of 136 columns, then"),
+        ((codes, scales, (-136, -200)), "shape: got .-136, -200., wanted axes of 136 columns, then"),
+        ((codes, scales, "ab"), "shape: got .'a', 'b'., wanted axes of 136 columns, then"),
     ]
     for args, says in cases:
         with pytest.raises((ValueError, TypeError), match=says):
             pack_matrix(*args)
+    w = pack_matrix(codes, scales)
+    assert w.reshape(8, 17, -1).shape == (8, 17, 200) and w.reshape(8, -1, 2, 100).shape == (8, 17, 2, 100)
+    for shape in ((200, 136), (-1, 136), (-1, -1), (137, -1), (0, -1)):
+        with pytest.raises(ValueError, match=r"PackedMatrix.reshape: shape: got .*, wanted axes of 136 columns, then"):
+            w.reshape(*shape)
     with pytest.raises(TypeError, match="float8_e8m0fnu inside of"):
         jax.jit(pack_matrix)(codes, scales)
 

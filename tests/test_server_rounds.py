@@ -5,8 +5,7 @@ import pytest
 
 from examples.serving import Request
 
-from .counting_model import VOCABULARY, assert_right, counting, server
-from .test_server import assert_empty, done
+from .counting_model import VOCABULARY, assert_empty, assert_right, counting, done, server
 
 
 def run(seed, rounds):

@@ -99,6 +99,12 @@ def run(main: Callable[..., Any], compiled: str | None = None, **arguments: Any)
         sys.exit(f"error: not enough memory on {jax.devices()[0]}: {e}" if of_memory else f"error: {e}")
 
 
+def writable(file: str | None) -> None:
+    """Raises OSError if a program, which works long before, could not write to its file."""
+    if file is not None:
+        open(file, "ab").close()
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """The type of a command line's option: an integer that is not below `least`."""
     return functools.partial(option, least)

@@ -199,7 +199,7 @@ def documents_of(paths: Iterable[str], words: common.Words, end: int | None) -> 
       ValueError: a line of a .jsonl has no "text", or a text has what is no token of the vocabulary.
     """
     for path in paths:
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8", errors="surrogateescape") as lines:  # which `encode` refuses by name
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

@@ -28,10 +28,12 @@ import jax
 import numpy as np
 
 from examples.serving import Request, Server
+from examples.serving.request import number
 
 from . import common, serve
 
 CONCURRENCY = (1, 16, 64, 256)
+MOST_MINUTES = 1e6
 
 
 class Timed(NamedTuple):
@@ -185,8 +187,8 @@ def asked(url: str, model: str, prompt: list[int], n_out: int, temperature: floa
     """
     how = {"max_tokens": n_out, "temperature": temperature, "ignore_eos": True, "stream": True}
     body = {"model": model, "prompt": prompt, "stream_options": {"include_usage": True}, **how}
-    connection, began, times, usage = connected(url), time.perf_counter(), list[float](), dict[str, Any]()
-    try:
+    began, times, usage = time.perf_counter(), list[float](), dict[str, Any]()
+    with connected(url) as connection:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
@@ -197,8 +199,6 @@ def asked(url: str, model: str, prompt: list[int], n_out: int, temperature: floa
             if event["choices"]:
                 times.append(time.perf_counter())
             usage = event.get("usage") or usage
-    finally:
-        connection.close()
     if usage.get("completion_tokens") != n_out or not times:
         raise ValueError(f"{url}: got usage {usage}, wanted {n_out} tokens")
     return Timed(began, times[0], times[-1], n_out, (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
@@ -211,17 +211,36 @@ def events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
 
 
-def connected(url: str) -> http.client.HTTPConnection:
+@contextlib.contextmanager
+def connected(url: str) -> Iterator[http.client.HTTPConnection]:
+    """A connection.
+
+    Raises:
+      ValueError: it is no URL, or what answers does not speak HTTP.
+    """
     parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"--url: got {url!r}, wanted one such as http://127.0.0.1:8000")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.netloc, timeout=3600)
+    try:
+        with contextlib.closing(kind(parts.netloc, timeout=3600)) as connection:
+            yield connection
+    except http.client.HTTPException as e:
+        raise ValueError(f"{url}: got {e!r}, wanted an answer by HTTP") from None
 
 
 def model_at(url: str) -> str:
     """The name of the model that a URL serves."""
-    with contextlib.closing(connected(url)) as connection:
+    with connected(url) as connection:
         connection.request("GET", "/v1/models")
-        return json.loads(connection.getresponse().read())["data"][0]["id"]
+        text = connection.getresponse().read()
+    try:
+        return json.loads(text)["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        got = text[:80].decode(errors="replace")
+        raise ValueError(
+            f"{url}/v1/models: got {got!r}, wanted a list of models, as OpenAI's servers have it"
+        ) from None
 
 
 # ---- the program
@@ -252,6 +271,9 @@ def main(
       devices: by which rates are divided; 0 is those of this process, or 1 with a URL.
       how: of `serve.served`.
     """
+    number("minutes", minutes, 0, MOST_MINUTES)
+    Request(np.zeros(1, np.int32), n_out, temperature)  # raises before the model is read, and so do these
+    common.writable(file)
     if alike > n_in:
         raise ValueError(f"--alike: got {alike} tokens, wanted at most the {n_in} of a prompt")
     rows, rng = list[dict[str, Any]](), np.random.default_rng(seed)
@@ -301,7 +323,7 @@ def arguments() -> dict:
     add("--requests", type=common.at_least(0), default=0, help="of a row (default: twice the concurrency, at least 4)")
     add("--minutes", type=float, default=0.0, help="that a row lasts, in place of a number of requests")
     add("--temperature", type=float, default=0.0, help="default: 0")
-    add("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    add("--seed", type=common.at_least(0), default=0, help="of the prompts (default: 0)")
     add("--url", help="of an endpoint, such as http://127.0.0.1:8000; its model counts then, and no option of a server")
     add(
         "--vocabulary", type=common.at_least(1), default=64, help="random tokens are below it, with --url (default: 64)"

@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import common, metrics
+from .checkpoint import read_json
+from .config import Entries, text_of
 from .model import Model
 from .parts import NO_GRAPHS, of_calls
 from .serve import progress
@@ -51,8 +53,9 @@ def main(
       experts: of a layer.
       data: devices that share out sequences; None: all that are left.
     """
-    given = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else config
-    model = Model.from_config(first_layers(given, layers) | {"n_routed_experts": experts, "num_hash_layers": 0})
+    common.writable(file)
+    given = read_json(Path(checkpoint) / "config.json") if checkpoint else config
+    model = Model.from_config(first_layers(given, layers, experts))
     with common.mesh_of(tensor, expert, data, context) as mesh:
         trainer = Trainer(model, mesh, steps=1000, rate=1e-4, remat=remat)
         progress("making random parameters")
@@ -113,10 +116,15 @@ def main(
     return row
 
 
-def first_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The config of a model's first layers."""
-    lists = ("compress_ratios", "layer_types", "mlp_layer_types")
-    return config | {"num_hidden_layers": layers} | {name: config[name][:layers] for name in lists if name in config}
+def first_layers(config: dict[str, Any], layers: int, experts: int) -> dict[str, Any]:
+    """The config of a model's first layers, with so many experts in each, which no token's number chooses."""
+    config = dict(text_of(config))
+    if layers > (n := Entries(config).integer("num_hidden_layers", "n_layers")):
+        raise ValueError(f"--layers: got {layers}, wanted at most the {n} of the model")
+    lists = {name: config[name][:layers] for name in ("compress_ratios", "layer_types") if config.get(name)}
+    others = dict.fromkeys(("n_layers", "num_local_experts", "n_hash_layers", "mlp_layer_types"))
+    sizes = {"num_hidden_layers": layers, "n_routed_experts": experts, "num_hash_layers": 0}
+    return config | others | lists | sizes
 
 
 def arguments() -> dict[str, Any]:

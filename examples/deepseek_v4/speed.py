@@ -37,8 +37,6 @@ FLASH = {
 CONTEXTS = (8192, 131072, 1 << 20)
 SEQUENCES = (1, 8, 64)
 CHUNK = 4096
-PROJECTIONS = {"wq_b": (0, 1), "wo_a": (1, 3), "wo_b": (0, 2)}
-"""matrices in FP8, where the axes of their columns begin, and where they end; those that multiply x are in bfloat16"""
 
 
 class Work(NamedTuple):
@@ -64,6 +62,7 @@ def main(
     packed: bool = False,
 ) -> list[dict[str, Any]]:
     """Prints each time once it is there, then the table, and returns its rows. config: where there is no checkpoint."""
+    common.writable(file)
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
     if model.delayed:
         raise NotImplementedError("V4.1: its layers attend to what earlier ones have made, so none has a time alone")

@@ -29,12 +29,18 @@ class States:
         """The state after a step, over the devices that `like` says.
 
         Raises:
-          ValueError: the state comes of other batches, so those that follow would not be the ones that it was to see.
+          ValueError: the state comes of other batches, so those that follow would not be those that it was to see; or
+            its arrays are not those of `like`.
         """
         got = self.manager.restore(step, args=ocp.args.Composite(batches=ocp.args.JsonRestore())).batches
         if got != self.batches:
             raise ValueError(f"{self.directory}: got a state of training by {got}, wanted one by {self.batches}")
-        return self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))).state
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))).state
+        except ValueError as e:  # whose text has a paragraph for each array
+            text = " ".join(str(e).split())[:200]
+            wanted = "those of this model, --lora and --only"
+            raise ValueError(f"{self.directory}: got a state of other arrays, wanted {wanted}: {text} …") from e
 
     def wants(self, step: int, is_last: bool) -> bool:
         """True if the state after this step is to be kept: the very last one is."""

@@ -338,6 +338,8 @@ def main(
         raise ValueError("--save: got --packed, wanted --adapter: sums with matrices in 4 and 8 bits are not saved")
     if adapter is not None and (Path(adapter) / lora.FILES[0]).exists():
         raise ValueError(f"--adapter: got {adapter}, which has one, wanted another directory")
+    for directory in filter(None, (save, adapter)):
+        Path(directory).mkdir(parents=True, exist_ok=True)  # raises before anything is trained
     with cluster.joined(**processes):
         model = common.model_of(checkpoint, random=random)
         rows = rows_of(tokens, model.vocabulary, s, seed)

@@ -53,6 +53,7 @@ def main(
       rounds: steps of a call; the time of one is shown.
       xla: options of XLA for every program, as NAME=VALUE.
     """
+    common.writable(file)
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
     if parts and jax.default_backend() != "gpu":
         raise ValueError(f"--parts: got {jax.default_backend()}, wanted GPUs, whose kernels the profiler sees")

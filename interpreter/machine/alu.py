@@ -54,10 +54,6 @@ def _min_relu(a: Array, b: Array) -> Array:
     return np.maximum(np.minimum(a, b), 0)
 
 
-def _fmin_nan(a: Array, b: Array) -> Array:
-    return np.minimum(a, b)
-
-
 WIDER: dict[type[np.generic], type[np.generic]] = {
     np.int16: np.int32,
     np.uint16: np.uint32,

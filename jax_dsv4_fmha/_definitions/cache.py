@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -280,8 +280,12 @@ class Cache:
         """These entries `[…, d]` as a cache like this returns them: bfloat16 if it is packed, else unchanged."""
         return self.packing.decode(*self.packing.encode(entries)) if self.is_packed else entries
 
-    def check(self, op: str, name: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> None:
-        """Raises unless this is a cache for b sequences of `dims`, packed or with entries of one of these dtypes."""
+    def check(
+        self, op: str, name: str, dims: dict[str, Any], dtypes: tuple[Any, ...], layouts: Sequence[str] = tuple(LAYOUTS)
+    ) -> None:
+        """Raises unless this is a cache for b sequences of `dims`, packed in one of these layouts, or with entries of
+        one of these dtypes.
+        """
         sizes, pages = {"d": dims["d"]}, "pages"
         if self.block_table is None:
             pages, sizes["b"] = "b", dims["b"]
@@ -289,6 +293,8 @@ class Cache:
             _check.operand(op, f"{name}.block_table", self.block_table, "b n", {"b": dims["b"]}, _check.INT)
         if getattr(self.entries, "dtype", None) == jnp.uint8:
             how = layout_of(op, self.layout)
+            if self.layout not in layouts:
+                raise _check.error(ValueError, op, f"{name}.layout", self.layout, " or ".join(layouts))
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page_bytes", sizes, (self.entries.dtype,))
             if dims["d"] != how.d or not how.is_page(self.entries.shape[1]):
                 got = f"{_check.describe(self.entries)} with d = {dims['d']}"

@@ -207,24 +207,25 @@ Experts = PackedExperts | Array
 
 def of_experts(x: Array, w13: Experts, w2: Experts, chosen: Array, weights: Array, *, limit: float) -> Array:
     """Sums the results of the experts that tokens x `[b, s, k]` chose, expert by expert, in float32. An expert reaches
-    no token that did not choose it, not even as NaN, nor does it in a gradient.
+    no token that did not choose it, not even as NaN, nor does it in a gradient. That of an expert's matrices is 0 where
+    nobody chose it.
     """
-    tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    chosen, weights = (a.reshape(-1, a.shape[-1]) for a in (chosen, weights))
+    tokens = x.astype(jnp.float32)
     e = jax.tree.leaves(w13)[0].shape[0]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # a gradient keeps no matrices in float32
     def add(y: Array, of_expert: tuple[Array, Experts, Experts]) -> tuple[Array, None]:
         i, w13, w2 = of_expert
         mine = (chosen == i).any(-1)
-        gate, up = _in_float32(w13) @ jnp.where(mine, tokens.T, 0)
+        made = jnp.einsum("gnk,bsk->gnbs", _in_float32(w13), jnp.where(mine[..., None], tokens, 0))
+        gate, up = jnp.where(mine, made, 0)
         weight = jnp.sum(jnp.where(chosen == i, weights, 0), -1)
         inner = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit) * weight
-        inner = jnp.where(mine, inner, 0).astype(x.dtype).astype(jnp.float32)
-        return y + jnp.where(mine, _in_float32(w2) @ inner, 0).T, None
+        inner = inner.astype(x.dtype).astype(jnp.float32)
+        return y + jnp.where(mine[..., None], jnp.einsum("kn,nbs->bsk", _in_float32(w2), inner), 0), None
 
     y, _ = jax.lax.scan(add, jnp.zeros_like(tokens), (jnp.arange(e), w13, w2))
-    return y.reshape(x.shape).astype(x.dtype)
+    return y.astype(x.dtype)
 
 
 def _in_float32(w: Experts) -> Array:

@@ -320,6 +320,10 @@ LAYOUTS = {
 """The least scale of V4 is 1e-4 rounded up, that of V4.1 is 1e-4 / 448 rounded up."""
 
 V4_FP8 = "v4_fp8"
+ALL_V = tuple(name for name, how in LAYOUTS.items() if how.d == D)
+"""The layouts of V4's entries, all of whose numbers are V too"""
+LATENTS = (*ALL_V, "v32_fp8")
+"""Those of entries that attention reads; others are an indexer's keys."""
 
 
 @straight_through(1, 2)

@@ -1,7 +1,9 @@
 """Matrices in FP8, laid out for a step's products, and the numbers that they stand for."""
 
 import functools
+import itertools
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,10 +57,29 @@ class PackedMatrix:
         return jnp.swapaxes(_of_shards(self.data, self.rows, self.columns, dtype), -1, -2).reshape(self.shape)
 
     def reshape(self, *shape: int) -> "PackedMatrix":
-        """The same matrix in another shape, one of whose extents may be -1."""
-        others = -math.prod(shape)
-        known = math.prod(self.shape)
-        return replace(self, shape=tuple(known // others if n == -1 else n for n in shape))
+        """The same matrix in another shape, one of whose extents may be -1.
+
+        Raises:
+          ValueError: an axis would have columns and rows, or there would be more numbers or fewer.
+        """
+        others = abs(math.prod(shape)) or 1
+        found = tuple(math.prod(self.shape) // others if n == -1 else n for n in shape)
+        if math.prod(found) != math.prod(self.shape) or not _fits(found, self.rows, self.columns):
+            wanted = _wanted(self.rows, self.columns)
+            raise _check.error(ValueError, "PackedMatrix.reshape", "shape", str(shape), wanted)
+        return replace(self, shape=found)
+
+
+def _fits(shape: tuple[Any, ...], rows: int, columns: int) -> bool:
+    """True if axes have the columns, and those after them the rows; one before both has several matrices."""
+    if not all(isinstance(n, int | np.integer) and n >= 1 for n in shape):
+        return False
+    several = math.prod(shape) // (rows * columns)
+    return several * columns in itertools.accumulate(shape, operator.mul) and (several == 1 or shape[0] == several)
+
+
+def _wanted(rows: int, columns: int) -> str:
+    return f"axes of {columns} columns, then axes of {rows} rows, and before both one of several matrices"
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
@@ -118,8 +139,8 @@ def pack_matrix(codes: Array, scales: Array, shape: tuple[int, ...] | None = Non
     scales = _check.operand(_OP, "scales", scales, f"{several}row_blocks column_blocks", dims, wanted)
     scales = _exponents(scales)
     shape = (*codes.shape[:-2], columns, rows) if shape is None else tuple(shape)
-    if math.prod(shape) != codes.size:
-        raise _check.error(ValueError, _OP, "shape", str(shape), f"one of {codes.size} numbers")
+    if not _fits(shape, rows, columns) or math.prod(shape) != codes.size:
+        raise _check.error(ValueError, _OP, "shape", str(shape), _wanted(rows, columns))
     return PackedMatrix(_packed(codes, scales), rows, columns, shape)
 
 

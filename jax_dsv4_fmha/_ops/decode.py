@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
+from .._definitions.packed import ALL_V
 from .._dispatch.attend import attend
 from .._dispatch.cached import of_chunk
 from .._dispatch.modes import canonical_order, fp8_products
@@ -57,8 +58,9 @@ def dsv4_decode(
         is 512.
       window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
         `window + s_q - 1` entries at least, one more if it is not causal.
-      compressed_cache: a `Cache`, packed if window_cache is, in any layout; entry w stands for positions `w ratio`
-        to `w ratio + ratio - 1`. If it has run over, a query may see its last `capacity` entries of `lengths // ratio`.
+      compressed_cache: a `Cache`, packed if window_cache is, in any layout of d 512; entry w stands for positions
+        `w ratio` to `w ratio + ratio - 1`. If it has run over, a query may see its last `capacity` entries of
+        `lengths // ratio`.
       lengths: an int, or int32 `[b]`.
       sink: float32 `[h_q]`, as in `fmha`.
       indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.
@@ -107,7 +109,7 @@ def dsv4_decode(
         if cache is not None or name == "window_cache":
             if not isinstance(cache, Cache):
                 raise _check.error(TypeError, op, name, cache, "a Cache")
-            cache.check(op, name, dims, (q.dtype,))
+            cache.check(op, name, dims, (q.dtype,), ALL_V)
     packed = window_cache.is_packed
     if packed and q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, "bfloat16, with packed caches")

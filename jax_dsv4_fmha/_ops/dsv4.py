@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
+from .._definitions.packed import ALL_V
 from .._definitions.query_rope import QueryRope
 from .._definitions.span import Span
 from .._dispatch.attend import attend
@@ -109,7 +110,7 @@ def dsv4_attention(
     if is_empty:
         compressed_kv = None
     elif cache is not None:
-        cache.check(op, "compressed_kv", dims, (q.dtype,))
+        cache.check(op, "compressed_kv", dims, (q.dtype,), ALL_V)
         if cache.is_packed and q.dtype != jnp.bfloat16:
             raise _check.error(ValueError, op, "q", q, "bfloat16, with a packed Cache")
         dims["s_c"] = cache.capacity

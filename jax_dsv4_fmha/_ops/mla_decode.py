@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
+from .._definitions.packed import LATENTS
 from .._dispatch.attend import attend
 from .._dispatch.modes import canonical_order
 from .._dispatch.seen_slots import chosen_slots
@@ -84,7 +85,7 @@ def mla_decode(
     b, s_q, d = (dims[name] for name in ("b", "s_q", "d"))
     if not isinstance(cache, Cache):
         raise _check.error(TypeError, op, "cache", cache, "a Cache")
-    cache.check(op, "cache", dims, (q.dtype,))
+    cache.check(op, "cache", dims, (q.dtype,), LATENTS)
     if cache.is_packed and q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, "bfloat16, with a packed cache")
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))

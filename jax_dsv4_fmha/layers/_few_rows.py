@@ -68,7 +68,7 @@ def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
     A row has the same bits in every batch of up to 128 rows.
 
     Args:
-      x: bfloat16 or float32.
+      x: bfloat16, float16 or float32.
       w: an array, or a `PackedMatrix` of k columns and n rows, which XLA unpacks where no kernel runs.
       dtype: of the result: x's, which is the default, or float32. Sums are float32.
 
@@ -94,9 +94,8 @@ def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
     else:
         w = _check.array(op, "w", w, "floats[k, n]", lambda w: w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating))
     x = _operands.hidden(op, "x", x, w.shape[0])
-    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-    if dtype not in (x.dtype, jnp.float32):
-        raise _check.error(ValueError, op, "dtype", dtype.name, " or ".join(dict.fromkeys((x.dtype.name, "float32"))))
+    dtypes = tuple(dict.fromkeys((x.dtype, jnp.dtype(jnp.float32))))
+    dtype = x.dtype if dtype is None else _check.dtype(op, "dtype", dtype, dtypes, " or ".join(map(str, dtypes)))
     return plain_product(x, w, dtype, True)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import _check
-from .config import _OF_OTHERS, _OP, _OTHERS, _about, _known, _mapping, _mapping_or_none, _read, _there
+from .config import _OF_OTHERS, _OP, _OTHERS, _about, _known, _mapping, _mapping_or_none, _read, _text, _there
 from .indexer import Indexer
 from .rope import Rope
 
@@ -68,9 +68,9 @@ def attributes(config: Mapping[str, Any] | str | Path, layer: int) -> dict[str, 
     if not isinstance(config, Mapping | str | Path):
         raise _check.error(TypeError, _OP, "config", config, "a path or a mapping")
     whole = _mapping("config", config if isinstance(config, Mapping) else _read(Path(config)))
-    entries = _there(_mapping_or_none("text_config", whole.get("text_config")) or whole)
-    name = entries.get("model_type")
-    if name not in _MODELS:
+    entries = _there(_text(whole, {*_READ, *_MUST_BE, *_INDEX_SIZES.values(), *_OF_POOLS}))
+    name: Any = entries.get("model_type")
+    if not isinstance(name, str) or name not in _MODELS:
         raise _check.error(ValueError, _OP, "model_type", name, f"{', '.join(_MODELS)}; layers.from_config for V4")
     model = _MODELS[name]
     _refuse_unknown(entries, model)
@@ -91,23 +91,23 @@ def attributes(config: Mapping[str, Any] | str | Path, layer: int) -> dict[str, 
     total = found["nope"] + dims
     if entries.get("qk_head_dim", total) != total:
         raise _check.error(ValueError, _OP, "qk_head_dim", entries["qk_head_dim"], f"{total}, the sum of both parts")
-    kinds: Any = entries.get("layer_types", [])
+    kinds = _list(entries, "layer_types", n) if "layer_types" in entries else []
     fit: tuple[str, ...] = ("indexed_attention",) if model.chooses else ("full_attention",)
     if model.pools:  # the others are of another kind
-        kinds, fit = _entry(entries, "layer_types")[layer : layer + 1] or [None], (*fit, "full_attention")
+        kinds, fit = _list(entries, "layer_types", n)[layer : layer + 1], (*fit, "full_attention")
     if wrong := [x for x in kinds if x not in fit]:
         raise _check.error(ValueError, _OP, "layer_types", wrong[0], f"{' or '.join(fit)}, latent attention")
     found |= {"sinks": model.has_sinks, "gated": model.has_sinks, "halves": _halves(entries, name, model)}
     if not model.chooses:
         return found
-    found |= {"eps": _entry(entries, "rms_norm_eps")} if model.pools else {}
+    found |= {"eps": _eps(entries)} if model.pools else {}
     found |= {"sparse": True, "index_halves": _index_halves(entries, model), "index_rope_first": model.index_rope_first}
     if not model.shares or _chooses(entries, layer, n, name):
-        eps = _entry(entries, "rms_norm_eps") if name == "hy_v4" else 1e-6
+        eps = _eps(entries) if name == "hy_v4" else 1e-6
         sizes = {"hidden": found["hidden"], "q_rank": found["q_rank"], "latent": found["hidden"]}
         if model.pools:
             sizes["pool"] = _check.positive(_OP, "index_kpool", _entry(entries, "index_kpool"))
-            if not entries.get("index_kpool_always_select_tail", True):
+            if not _flag(entries, "index_kpool_always_select_tail", True):
                 raise _check.error(ValueError, _OP, "index_kpool_always_select_tail", False, "True")
         found["indexer"] = Indexer(**sizes, **_sizes(entries, _INDEX_SIZES), layer_norm=True, eps=eps)
     return found
@@ -132,6 +132,28 @@ def _entry(entries: Mapping[str, Any], name: str) -> Any:
     return entries[name]
 
 
+def _flag(entries: Mapping[str, Any], name: str, default: bool) -> bool:
+    _check.flags(_OP, **{name: entries.get(name, default)})
+    return bool(entries.get(name, default))
+
+
+def _eps(entries: Mapping[str, Any]) -> Any:
+    eps = _entry(entries, "rms_norm_eps")
+    with _about("rms_norm_eps"):
+        _check.epsilon("LatentAttention", eps)
+    return eps
+
+
+def _list(entries: Mapping[str, Any], name: str, n: int) -> Sequence[Any]:
+    """An entry that lists something of each layer."""
+    found = _entry(entries, name)
+    if not isinstance(found, list | tuple):
+        raise _check.error(TypeError, _OP, name, found, "a list")
+    if len(found) < n:
+        raise _check.error(ValueError, _OP, name, str(len(found)), f"one for each of {n} layers")
+    return found
+
+
 def _sizes(entries: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {ours: _check.positive(_OP, name, _entry(entries, name)) for ours, name in names.items()}
 
@@ -144,14 +166,14 @@ def _rank(entries: Mapping[str, Any], model: _Model) -> int:
 
 
 def _halves(entries: Mapping[str, Any], name: str, model: _Model) -> bool:
-    pairs = entries.get("rope_interleave", not model.halves)
+    pairs = _flag(entries, "rope_interleave", not model.halves)
     if name not in ("deepseek_v3", "kimi_k2") and pairs == model.halves:
         raise _check.error(ValueError, _OP, "rope_interleave", pairs, f"{not model.halves} of {name}")
     return not pairs
 
 
 def _index_halves(entries: Mapping[str, Any], model: _Model) -> bool:
-    pairs = entries.get("indexer_rope_interleave", not model.index_halves)
+    pairs = _flag(entries, "indexer_rope_interleave", not model.index_halves)
     if pairs == model.index_halves:
         raise _check.error(ValueError, _OP, "indexer_rope_interleave", pairs, str(not model.index_halves))
     return model.index_halves
@@ -162,7 +184,8 @@ def _chooses(entries: Mapping[str, Any], layer: int, n: int, name: str) -> bool:
     kinds: Any = entries.get("indexer_types")
     pattern = entries.get("index_topk_pattern")
     if kinds is None and pattern is not None:
-        kinds = [{"F": "full", "S": "shared"}.get(x, x) for x in pattern]
+        letters = tuple(pattern) if isinstance(pattern, str) else _list(entries, "index_topk_pattern", n)
+        kinds = [{"F": "full", "S": "shared"}.get(x, x) for x in map(str, letters)]
     if kinds is None and name == "hy_v4":
         kinds = ["full" if i == 0 or (i - 1) % 4 == 0 else "shared" for i in range(n)]
     if kinds is None:
@@ -211,5 +234,6 @@ def _rope(entries: Mapping[str, Any], nope: int) -> tuple[Rope, float]:
     of_all, own = said.get("mscale_all_dim"), said.get("mscale")
     if "attention_factor" not in said and rope.factor > 1 and not (own and own == of_all):
         raise _check.error(ValueError, _OP, "mscale", own, f"{of_all}, as mscale_all_dim: RoPE that scales q and k")
-    mscale = 0.1 * (of_all or 0) * math.log(rope.factor) + 1
+    of_all = 0 if of_all is None else _check.number(_OP, "mscale_all_dim", of_all, "a number >= 0", lambda x: x >= 0)
+    mscale = 0.1 * of_all * math.log(rope.factor) + 1
     return rope, scale * mscale**2

@@ -110,7 +110,7 @@ def from_config(
     if fake_quantize is not None:
         _check.flags(_OP, fake_quantize=fake_quantize)
     entries = _mapping("config", config if isinstance(config, Mapping) else _read(Path(config)))
-    text = _text(entries)
+    text = _text(entries, {*_READ, *_MUST_BE})
     read = _Reader(text, is_whole=any(x.get("model_type") is not None for x in (entries, text)))
     read.refuse_unknown()
     n = _check.positive(_OP, "num_hidden_layers", read("num_hidden_layers"))
@@ -138,10 +138,10 @@ def _read(path: Path) -> Any:
     return json.loads(text, object_pairs_hook=once)
 
 
-def _text(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries of the text model, which may be a part of a larger one."""
+def _text(entries: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
+    """The entries of the text model, which may be a part of a larger one; of these names that says nothing else."""
     text = _mapping_or_none("text_config", entries.get("text_config")) or entries
-    for name in {*_READ, *_MUST_BE} & entries.keys():
+    for name in names & entries.keys():
         if entries[name] is not None and entries[name] != text.get(name):
             raise _check.error(ValueError, _OP, name, entries[name], f"{text.get(name)}, as in text_config")
     return text
