@@ -1,4 +1,4 @@
-"""Cases of hyper-connections: the kernel and the definition against float64 in NumPy."""
+"""Cases of hyper-connections, and of their gradient: the kernels and the definition against float64 in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .case import Case, Judgement, judgement
 BF16 = ml_dtypes.bfloat16
 EPS, HC_EPS, ITERATIONS = 1e-6, 1e-5, 6
 ROUNDED = {"new_x": 2**-8, "z": 2**-7}  # the latter twice, before its norm and after it
+OF_GRADIENTS = {"x": 2**-8, "y": 2**-8, "norm": 2**-8}  # the last one by u, which is rounded, sometimes otherwise
 RESULTS = ("new_x", "z", "new_pre", "new_post", "new_mix")
+GRADIENTS = ("x", "y", "post", "mix", "taken", "fn", "scale", "base", "norm")
 
 Numbers = np.ndarray[Any, Any]
 
@@ -84,6 +86,70 @@ class Problem:
         z = joined / np.sqrt(np.mean(joined * joined, -1, keepdims=True) + EPS) * self.norm
         return {"z": z, "new_pre": pre, "new_post": post, "new_mix": mix}
 
+    def sums(self, x: Numbers) -> tuple[Numbers, Numbers]:
+        """float64 `[tokens, 24]` and `[tokens]`: fn times the streams x, as they were rounded; sums of their squares."""
+        flat = x.astype(np.float64).reshape(len(x), -1)
+        return flat @ self.fn.reshape(NUMBERS, -1).astype(np.float64).T, (flat * flat).sum(-1)
+
+    def cotangents(self, seed: int = 1) -> tuple[Numbers, ...]:
+        """Of the results, in their order and like them."""
+        rng = np.random.default_rng(seed)
+        like = (self.x, self.y, self.post, self.post, self.mix)
+        return tuple(rng.standard_normal(a.shape).astype(np.float32).astype(a.dtype) for a in like)
+
+    def gradients(self, x: Numbers, cotangents: tuple[Numbers, ...]) -> dict[str, Numbers]:
+        """float64: the gradients, by the operands' names, at the streams x that were made, and rounded."""
+        x = x.astype(np.float64)
+        dx, dz, dpre, dpost, dmix = (a.astype(np.float64) for a in cotangents)
+        fn, norm = self.fn.astype(np.float64), self.norm.astype(np.float64)
+        (totals, squares), n = self.sums(x), fn[0].size
+        inverse = 1 / np.sqrt(squares[:, None] / n + EPS)
+        rates = np.repeat(self.scale.astype(np.float64), (STREAMS, STREAMS, STREAMS**2))
+        logits = totals * inverse * rates + self.base
+        of_pre, of_post, of_mix = np.split(logits, (STREAMS, 2 * STREAMS), -1)
+        takes = self.taken.astype(np.float64) if self.taken.shape[1] else sigmoid(of_pre) + HC_EPS
+        u = np.einsum("tj,tjh->th", takes, x).astype(np.float32).astype(BF16).astype(np.float64)
+        of_u = 1 / np.sqrt(np.mean(u * u, -1, keepdims=True) + EPS)
+        g = dz * norm
+        du = of_u * g - of_u**3 * np.mean(u * g, -1, keepdims=True) * u
+        dtakes = np.einsum("th,tjh->tj", du, x)
+        if not self.taken.shape[1]:
+            dpre = dpre + dtakes
+        dlogits = [dpre, 2 * dpost]
+        dlogits = [d * sigmoid(a) * (1 - sigmoid(a)) for d, a in zip(dlogits, (of_pre, of_post), strict=True)]
+        dlogits = np.concatenate([*dlogits, walked_back(of_mix, dmix)], -1)
+        dtotals = dlogits * rates * inverse
+        shrinking = -(dtotals * totals).sum(-1)[:, None, None] * inverse[..., None] ** 2 / n
+        whole = dx + takes[..., None] * du[:, None] + np.einsum("tc,cjh->tjh", dtotals, fn) + shrinking * x
+        before, y = self.x.astype(np.float64), self.y.astype(np.float64)
+        of_rates = (dlogits * totals * inverse).sum(0)
+        return {
+            "x": np.einsum("tij,tjh->tih", self.mix.astype(np.float64), whole),
+            "y": np.einsum("tj,tjh->th", self.post.astype(np.float64), whole),
+            "post": np.einsum("th,tjh->tj", y, whole),
+            "mix": np.einsum("tih,tjh->tij", before, whole),
+            "taken": dtakes[:, : self.taken.shape[1]],
+            "fn": np.einsum("tc,tjh->cjh", dtotals, x),
+            "scale": np.array([of_rates[:STREAMS].sum(), of_rates[STREAMS : 2 * STREAMS].sum(), of_rates[2 * STREAMS :].sum()]),
+            "base": dlogits.sum(0),
+            "norm": (dz * u * of_u).sum(0),
+        }
+
+
+def walked_back(logits: Numbers, dmix: Numbers) -> Numbers:
+    """float64 `[tokens, 16]`: the gradient of a mix's logits."""
+    logits = logits.reshape(-1, STREAMS, STREAMS)
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    shares = shares / shares.sum(-1, keepdims=True)
+    entries, kept = shares + HC_EPS, []
+    for axis in (-2, *(-1, -2) * (ITERATIONS - 1)):
+        kept.append((entries, entries.sum(axis, keepdims=True) + HC_EPS, axis))
+        entries = entries / kept[-1][1]
+    for entries, total, axis in reversed(kept):
+        dmix = dmix / total - (dmix * entries).sum(axis, keepdims=True) / total**2
+    made: Numbers = shares * (dmix - (dmix * shares).sum(-1, keepdims=True))
+    return made.reshape(-1, STREAMS**2)
+
 
 def sigmoid(x: Numbers) -> Numbers:
     made: Numbers = (1 + np.tanh(x / 2)) / 2
@@ -95,15 +161,31 @@ def complaints(x: Problem, got: dict[str, Numbers]) -> list[str]:
     found = []
     for name, right in {"new_x": x.mixed(), **x.after(got["new_x"])}.items():
         scale = np.sqrt(np.mean(right * right, -1, keepdims=True))
-        most = ROUNDED.get(name, 2**-18) * np.maximum(np.abs(right), scale)
-        wrong = ~(np.abs(got[name].astype(np.float64) - right) <= most)
-        if wrong.any():
-            first = tuple(int(i) for i in np.argwhere(wrong)[0])
-            found.append(
-                f"{name}: {int(wrong.sum())} of {wrong.size} numbers are wrong, first {first}: "
-                f"{float(got[name][first]):.7g}, wanted {float(right[first]):.7g}"
-            )
+        found += complaint(name, got[name], right, ROUNDED.get(name, 2**-18) * np.maximum(np.abs(right), scale))
     return found
+
+
+def complaints_of_gradients(
+    x: Problem, new_x: Numbers, cotangents: tuple[Numbers, ...], got: dict[str, Numbers]
+) -> list[str]:
+    """Nothing if the gradients of x and y are right but for their rounding, and the rest to float32's precision."""
+    found = []
+    for name, right in x.gradients(new_x, cotangents).items():
+        scale = np.sqrt(np.mean(right * right)) if right.size else 0.0
+        found += complaint(name, got[name], right, OF_GRADIENTS.get(name, 2**-16) * np.maximum(np.abs(right), scale))
+    return found
+
+
+def complaint(name: str, got: Numbers, right: Numbers, most: Numbers) -> list[str]:
+    """What is further from right than at most, if anything is."""
+    wrong = ~(np.abs(got.astype(np.float64) - right) <= most)
+    if not wrong.any():
+        return []
+    first = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return [
+        f"{name}: {int(wrong.sum())} of {wrong.size} numbers are wrong, first {first}: "
+        f"{float(got[first]):.7g}, wanted {float(right[first]):.7g}"
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
