@@ -140,8 +140,8 @@ def _trained(call: Call, x: jax.Array, iterations: int) -> Differentiable:
     use = choose_backward(call.use, support.built)
     if use == KernelUse.NEVER:
         return Differentiable(call, Function(_gradient, call.params))
-    keeping, backward = (Call(op, use, call.params, support) for op in (_KEEPING, _BACKWARD))
-    return Differentiable(call, backward, Keeping, keeping)
+    keeping = Call(_KEEPING, use, call.params, call.support)
+    return Differentiable(call, Call(_BACKWARD, use, call.params, support), Keeping, keeping)
 
 
 def _support(x: jax.Array) -> Support:
@@ -188,7 +188,7 @@ _RESULTS = (
 _KEPT = (Axes("new_x", "b s_q streams hidden"), Axes("totals", "b s_q numbers"), Axes("squares", "b s_q"))
 _OP = Op("hyper_connection", _OPERANDS, _RESULTS, _definition, _kernel, is_mapped=False)
 _KEEPING = Op(
-    "hyper_connection_training",
+    "hyper_connection",
     _OPERANDS,
     (*_RESULTS, *_KEPT),
     _keeping,

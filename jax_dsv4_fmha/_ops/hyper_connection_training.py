@@ -50,7 +50,7 @@ def joined(
     of_logits, inverse = numbers[..., :NUMBERS], numbers[..., -1:]
     of_rates = (of_logits * totals * inverse).sum((0, 1))
     dscale = jnp.stack([part.sum() for part in jnp.split(of_rates, [STREAMS, 2 * STREAMS])])
-    rates = jnp.repeat(scale, jnp.array([STREAMS, STREAMS, STREAMS**2]), total_repeat_length=NUMBERS)
+    rates = jnp.concatenate([jnp.broadcast_to(scale[i], n) for i, n in enumerate((STREAMS, STREAMS, STREAMS**2))])
     dfn = _outer_product(of_logits * rates * inverse, x)
     whole = (dfn, dscale, of_logits.sum((0, 1)), dnorm.sum(0))
     return dx, dy, of_post, of_mix, dtaken, *(a[None] for a in whole)
