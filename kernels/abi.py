@@ -785,11 +785,14 @@ class HyperConnectionBackward(Variant):
     @property
     def params(self) -> Params:
         if self.part == "streams":
-            given = ("x", "y", "post", "mix", "fn", "scale", "norm", "dnew_x", "dz", "numbers")
-            return (*each("address", *given, "dx", "dy", "shares", "dnorm"), *each("int32", "tokens"))
-        given = ("new_x", "dz", "norm", "totals", "squares", "scale", "base", "taken")
+            return (
+                *each("address", "x", "y", "post", "mix", "fn", "scale", "norm", "dnew_x", "dz", "numbers"),
+                *each("address", "dx", "dy", "shares", "dnorm"),
+                *each("int32", "tokens"),
+            )
         return (
-            *each("address", *given, "dnew_pre", "dnew_post", "dnew_mix", "numbers", "dtaken"),
+            *each("address", "new_x", "dz", "norm", "totals", "squares", "scale", "base", "taken"),
+            *each("address", "dnew_pre", "dnew_post", "dnew_mix", "numbers", "dtaken"),
             *each("int32", "tokens", "has_taken", "iterations"),
             *each("float32", "eps", "hc_eps"),
         )

@@ -1,6 +1,4 @@
-"""The kernels of the gradient of hyper-connections, interpreted: right answers, the same bits in any company, and planted
-faults.
-"""
+"""The gradient of hyper-connections, interpreted: right answers, the same bits in any company, and planted faults."""
 
 import re
 from dataclasses import replace
@@ -14,10 +12,10 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import native
 from interpreter.kernels.hyper_connection import KEPT, gradients
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Misuse, Race, Undefined
+from interpreter.machine.hazards import Race, Undefined
 from jax_dsv4_fmha._host import hyper_connection as raw
 from jax_dsv4_fmha._ops.hyper_connection_training import joined
-from jax_dsv4_fmha._testing.hyper_connection import BF16, GRADIENTS, ITERATIONS, Problem, complaints_of_gradients
+from jax_dsv4_fmha._testing.hyper_connection import BF16, GRADIENTS, Problem, complaints_of_gradients
 from kernels.abi import HyperConnectionBackward
 from kernels.sm90.hyper_connection.config import MOST_ITERATIONS, PARTS
 
@@ -123,8 +121,20 @@ FAULTS = [
     fault("numbers", "eps of the norm for Sinkhorn's", Wrong, "", hc_eps=lambda x: x / 10),
     fault("streams", "a token too few", (Wrong, Undefined), "", tokens=lambda n: n - 1),
     fault("streams", "fn in 11 bits", Wrong, "", without_lower_parts),
-    fault("streams", "nobody waits for fn", (Race, Undefined), "reads", lambda ptx: edits.drop_waits(ptx, {edits.barriers(ptx)[0]})),
-    fault("streams", "nobody waits for other warps' shares", (Race, Undefined), "reads", without(r"bar(rier)?\.sync\s+0", slice(1, None))),
+    fault(
+        "streams",
+        "nobody waits for fn",
+        (Race, Undefined),
+        "reads",
+        lambda ptx: edits.drop_waits(ptx, {edits.barriers(ptx)[0]}),
+    ),
+    fault(
+        "streams",
+        "nobody waits for other warps' shares",
+        (Race, Undefined),
+        "reads",
+        without(r"bar(rier)?\.sync\s+0", slice(1, None)),
+    ),
 ]
 
 

@@ -114,7 +114,9 @@ def gradients(
         for name, (dtype, extents) in results.items():
             at[name] = memory.add(name, None, np.dtype(dtype).itemsize * math.prod(extents))
         tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n")}
-        plan = native.plan_hyper_connection_bwd(shape, walks if variant is streams else 0, EPS, HC_EPS, **tiles, addresses=at)
+        plan = native.plan_hyper_connection_bwd(
+            shape, walks if variant is streams else 0, EPS, HC_EPS, **tiles, addresses=at
+        )
         edited = Kernel(variant, (edits or {}).get(variant.part, str)(kernel.ptx), kernel.facts)
         scheduler.run(machine(edited, plan, memory, (parameters or {}).get(variant.part), seed=seed))
         for name, (dtype, extents) in results.items():

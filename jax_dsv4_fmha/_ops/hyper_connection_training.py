@@ -25,7 +25,8 @@ def gradient(*operands: jax.Array, iterations: int, eps: float, hc_eps: float) -
     """The gradients of the operands, from these, from what is kept, and from the results' cotangents."""
     given, rest = (*operands[:5], *(a[0] for a in operands[5:9])), operands[9:]
     made = raw.hyper_connection_bwd(*given, *rest, iterations=iterations, eps=eps, hc_eps=hc_eps)
-    return joined(*rest[:2], operands[6][0], *made)
+    new_x, totals, *_ = rest
+    return joined(new_x, totals, operands[6][0], *made)
 
 
 def joined(

@@ -15,6 +15,8 @@ from .._check import Implementation
 from .._definitions.hyper_connection import NUMBERS, STREAMS
 from .case import Case, Judgement, judgement
 
+PARTS = (STREAMS, STREAMS, STREAMS**2)
+"""of a token's numbers: those of pre, of post, and of the mix"""
 BF16 = ml_dtypes.bfloat16
 EPS, HC_EPS, ITERATIONS = 1e-6, 1e-5, 6
 ROUNDED = {"new_x": 2**-8, "z": 2**-7}  # the latter twice, before its norm and after it
@@ -71,7 +73,7 @@ class Problem:
         flat = x.reshape(len(x), -1)
         factor = 1 / np.sqrt(np.mean(flat * flat, -1, keepdims=True) + EPS)
         numbers = flat @ self.fn.reshape(NUMBERS, -1).astype(np.float64).T * factor
-        scales = np.repeat(self.scale.astype(np.float64), (STREAMS, STREAMS, STREAMS**2))
+        scales = np.repeat(self.scale.astype(np.float64), PARTS)
         numbers = numbers * scales + self.base
         pre, post, mix = np.split(numbers, (STREAMS, 2 * STREAMS), -1)
         pre, post = sigmoid(pre) + HC_EPS, 2 * sigmoid(post)
@@ -88,7 +90,7 @@ class Problem:
         return {"z": z, "new_pre": pre, "new_post": post, "new_mix": mix}
 
     def sums(self, x: Numbers) -> tuple[Numbers, Numbers]:
-        """float64 `[tokens, 24]` and `[tokens]`: fn times the streams x, as they were rounded; sums of their squares."""
+        """float64 `[tokens, 24]` and `[tokens]`: fn times the streams x, as rounded, and sums of their squares."""
         flat = x.astype(np.float64).reshape(len(x), -1)
         return flat @ self.fn.reshape(NUMBERS, -1).astype(np.float64).T, (flat * flat).sum(-1)
 
@@ -96,7 +98,7 @@ class Problem:
         """Of the results, in their order and like them."""
         rng = np.random.default_rng(seed)
         like = (self.x, self.y, self.post, self.post, self.mix)
-        return tuple(rng.standard_normal(a.shape).astype(np.float32).astype(a.dtype) for a in like)
+        return tuple(np.asarray(rng.standard_normal(a.shape), np.float32).astype(a.dtype) for a in like)
 
     def gradients(self, x: Numbers, cotangents: tuple[Numbers, ...]) -> dict[str, Numbers]:
         """float64: the gradients, by the operands' names, at the streams x that were made, and rounded."""
@@ -105,7 +107,7 @@ class Problem:
         fn, norm = self.fn.astype(np.float64), self.norm.astype(np.float64)
         (totals, squares), n = self.sums(x), fn[0].size
         inverse = 1 / np.sqrt(squares[:, None] / n + EPS)
-        rates = np.repeat(self.scale.astype(np.float64), (STREAMS, STREAMS, STREAMS**2))
+        rates = np.repeat(self.scale.astype(np.float64), PARTS)
         logits = totals * inverse * rates + self.base
         of_pre, of_post, of_mix = np.split(logits, (STREAMS, 2 * STREAMS), -1)
         takes = self.taken.astype(np.float64) if self.taken.shape[1] else sigmoid(of_pre) + HC_EPS
@@ -116,9 +118,8 @@ class Problem:
         dtakes = np.einsum("th,tjh->tj", du, x)
         if not self.taken.shape[1]:
             dpre = dpre + dtakes
-        dlogits = [dpre, 2 * dpost]
-        dlogits = [d * sigmoid(a) * (1 - sigmoid(a)) for d, a in zip(dlogits, (of_pre, of_post), strict=True)]
-        dlogits = np.concatenate([*dlogits, walked_back(of_mix, dmix)], -1)
+        of_sigmoids = [d * sigmoid(a) * (1 - sigmoid(a)) for d, a in ((dpre, of_pre), (2 * dpost, of_post))]
+        dlogits = np.concatenate([*of_sigmoids, walked_back(of_mix, dmix)], -1)
         dtotals = dlogits * rates * inverse
         shrinking = -(dtotals * totals).sum(-1)[:, None, None] * inverse[..., None] ** 2 / n
         whole = dx + takes[..., None] * du[:, None] + np.einsum("tc,cjh->tjh", dtotals, fn) + shrinking * x
@@ -131,7 +132,7 @@ class Problem:
             "mix": np.einsum("tih,tjh->tij", before, whole),
             "taken": dtakes[:, : self.taken.shape[1]],
             "fn": np.einsum("tc,tjh->cjh", dtotals, x),
-            "scale": np.array([of_rates[:STREAMS].sum(), of_rates[STREAMS : 2 * STREAMS].sum(), of_rates[2 * STREAMS :].sum()]),
+            "scale": np.array([part.sum() for part in np.split(of_rates, np.cumsum(PARTS)[:-1])]),
             "base": dlogits.sum(0),
             "norm": (dz * u * of_u).sum(0),
         }

@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from kernels.abi import HyperConnectionBackward
 from kernels.aot import Compiled
-from kernels.lib.launch import WARP, Kernel, i32, pointers
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.ptx import (
     bits_of,
     float_of,
@@ -35,7 +35,7 @@ from kernels.lib.ptx import (
     round_pair,
     store_shared_four,
 )
-from kernels.lib.rows import ceil_div, load, store
+from kernels.lib.rows import ceil_div, load
 
 from .common import (
     MIX,
@@ -225,7 +225,10 @@ class BackwardStreamsSm90(Kernel):
         counted = of_u if token < tokens else Float32(0.0)
         shares = cute.make_rmem_tensor(SHARES, Float32)
         shares.fill(0.0)
-        out_y, out_x = cute.make_rmem_tensor(WORDS, cutlass.Uint32), cute.make_rmem_tensor((WORDS, STREAMS), cutlass.Uint32)
+        out_y, out_x = (
+            cute.make_rmem_tensor(WORDS, cutlass.Uint32),
+            cute.make_rmem_tensor((WORDS, STREAMS), cutlass.Uint32),
+        )
         for w in cutlass.range_constexpr(WORDS):
             streams = [mixed_word(i, w, y, xs, post, mix, self.dtype) for i in range(STREAMS)]
             us, of_streams = pair(joined_word(streams, takes, self.dtype)), [pair(word) for word in streams]
@@ -240,7 +243,9 @@ class BackwardStreamsSm90(Kernel):
                     acc[2 * half + i // 4, i % 4, j] + of_dxs[j][k] + takes[j] * du + shrinking * of_streams[j][k]
                     for j in range(STREAMS)
                 ]
-                totals.append([dot(post, ds), *(dot(mix[STREAMS * j : STREAMS * j + STREAMS], ds) for j in range(STREAMS))])
+                totals.append(
+                    [dot(post, ds), *(dot(mix[STREAMS * j : STREAMS * j + STREAMS], ds) for j in range(STREAMS))]
+                )
                 for j in cutlass.range_constexpr(STREAMS):
                     shares[j] = shares[j] + of_y[k] * ds[j]
                     for source in cutlass.range_constexpr(STREAMS):

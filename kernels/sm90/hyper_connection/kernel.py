@@ -352,7 +352,9 @@ class HyperConnectionSm90(Kernel):
             of_row = Float32(0.0)
             for group in cutlass.range_constexpr(GROUPS):
                 for w in cutlass.range_constexpr(WORDS):
-                    joined[w, half, group] = joined_word([streams[w, half, i, group] for i in range(STREAMS)], pre, self.dtype)
+                    joined[w, half, group] = joined_word(
+                        [streams[w, half, i, group] for i in range(STREAMS)], pre, self.dtype
+                    )
                     u, v = pair(joined[w, half, group])
                     of_row = of_row + u * u + v * v
             of_row = of_quad(of_row)
