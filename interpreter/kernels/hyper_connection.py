@@ -88,7 +88,7 @@ def gradients(
     edits: Mapping[str, Callable[[str], str]] | None = None,
     parameters: Mapping[str, Mapping[str, Edit]] | None = None,
 ) -> dict[str, Array]:
-    """What both kernels of the gradient make, by name; the edits plant faults, by part."""
+    """The arrays that both kernels of the gradient make, by name; the edits plant faults, by part."""
     tokens, hidden = x.y.shape
     shape = {"tokens": tokens, "hidden": hidden, "taken": x.taken.shape[1], "iterations": ITERATIONS}
     dnew_x, dz, dnew_pre, dnew_post, dnew_mix = cotangents

@@ -95,7 +95,7 @@ class Problem:
         return flat @ self.fn.reshape(NUMBERS, -1).astype(np.float64).T, (flat * flat).sum(-1)
 
     def cotangents(self, seed: int = 1) -> tuple[Numbers, ...]:
-        """Of the results, in their order and like them."""
+        """Cotangents of the results, in their order and like them."""
         rng = np.random.default_rng(seed)
         like = (self.x, self.y, self.post, self.post, self.mix)
         return tuple(np.asarray(rng.standard_normal(a.shape), np.float32).astype(a.dtype) for a in like)
@@ -179,7 +179,7 @@ def complaints_of_gradients(
 
 
 def complaint(name: str, got: Numbers, right: Numbers, most: Numbers) -> list[str]:
-    """What is further from right than at most, if anything is."""
+    """A complaint if anything is further from right than `most`."""
     wrong = ~(np.abs(got.astype(np.float64) - right) <= most)
     if not wrong.any():
         return []

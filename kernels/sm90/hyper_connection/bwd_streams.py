@@ -190,7 +190,7 @@ class BackwardStreamsSm90(Kernel):
                         acc[r, q, stream] = total[r]
 
     def factors(self, given: Given, token: Int32) -> list:
-        """What a lane multiplies rows of fn by, of a token, each `in_two`: of numbers lane % 4, 4 more, and so on."""
+        """The factors of rows of fn that a lane has of a token, each `in_two`: of numbers lane % 4, 4 more, and so on."""
         numbers = given.numbers + Int64(token) * ROW
         inverse = load(numbers + (ROW - 1))
         scales = [load(given.scale + i) * inverse for i in range(3)]

@@ -1,4 +1,4 @@
-"""What the kernels of hyper-connections share: what a lane has of a token, and how streams are mixed and joined."""
+"""The parts that kernels of hyper-connections share: loads of a lane, and how streams are mixed and joined."""
 
 import cutlass
 import cutlass.cute as cute

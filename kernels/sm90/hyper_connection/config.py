@@ -75,7 +75,7 @@ PARTS = 16  # CTAs that share out the channels
 
 @dataclass(frozen=True)
 class NumbersConfig:
-    """Of the gradient's kernel that has a warp for each token."""
+    """The choices of the gradient's kernel that has a warp for each token."""
 
     dtype: str
     hidden: int
@@ -94,8 +94,8 @@ class NumbersConfig:
 
 @dataclass(frozen=True)
 class StreamsConfig:
-    """Of the gradient's kernel that makes those of the streams: a CTA has a part of the channels, a warp GROUP of
-    them."""
+    """The choices of the gradient's kernel that makes those of the streams: a CTA has a part of the channels, and a
+    warp GROUP of them."""
 
     dtype: str
     hidden: int
