@@ -3,6 +3,8 @@ what is a token's or a channel's; the gradient of fn is a product of all tokens,
 leave.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -46,7 +48,7 @@ def joined(
       x, totals: what the forward pass kept.
       others: as `raw.hyper_connection_bwd` has them.
     """
-    of_post, of_mix = jnp.split(shares.sum(0), [STREAMS], -1)
+    of_post, of_mix = jnp.split(functools.reduce(jnp.add, shares), [STREAMS], -1)  # in one order, for any tokens
     of_mix = of_mix.reshape(*of_mix.shape[:2], STREAMS, STREAMS)
     of_logits, inverse = numbers[..., :NUMBERS], numbers[..., -1:]
     of_rates = (of_logits * totals * inverse).sum((0, 1))

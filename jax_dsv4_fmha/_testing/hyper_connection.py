@@ -20,8 +20,8 @@ PARTS = (STREAMS, STREAMS, STREAMS**2)
 BF16 = ml_dtypes.bfloat16
 EPS, HC_EPS, ITERATIONS = 1e-6, 1e-5, 6
 ROUNDED = {"new_x": 2**-8, "z": 2**-7}  # the latter twice, before its norm and after it
-OF_GRADIENTS = {"x": 2**-8, "y": 2**-8, "norm": 2**-8, "post": 2**-14, "mix": 2**-14}
-"""the first two are rounded; sums know u, which is, and where sums of another order lie at a limit it is another one"""
+OF_GRADIENTS = {"x": 2**-8, "y": 2**-8, "norm": 2**-8}
+"""the first two are rounded, and all others know u, which is: where it lies at a limit, other sums round it otherwise"""
 RESULTS = ("new_x", "z", "new_pre", "new_post", "new_mix")
 GRADIENTS = ("x", "y", "post", "mix", "taken", "fn", "scale", "base", "norm")
 
@@ -174,7 +174,7 @@ def complaints_of_gradients(
     found = []
     for name, right in x.gradients(new_x, cotangents).items():
         scale = np.sqrt(np.mean(right * right)) if right.size else 0.0
-        found += complaint(name, got[name], right, OF_GRADIENTS.get(name, 2**-12) * np.maximum(np.abs(right), scale))
+        found += complaint(name, got[name], right, OF_GRADIENTS.get(name, 2**-11) * np.maximum(np.abs(right), scale))
     return found
 
 

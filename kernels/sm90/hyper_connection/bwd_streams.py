@@ -9,7 +9,7 @@ All but the last two lines' sums is the business of a channel alone. So a CTA ha
 streams, and its part of fn stays in shared memory while it walks tiles of 16 tokens; the sums of a part of channels,
 and of a walk, are for others to add up. x' is made anew from x and y, which are needed besides.
 
-A lane has 8 channels of two tokens, as they lie in memory. Products with fn make them so: the columns of a product are
+A lane has 8 channels of two tokens, as they lie in memory, and fetches those of the next tile while it works. Products with fn make them so: the columns of a product are
 channels that lie 4 apart, and a lane loads fn for four products at a time. They are those of tf32, three for each of
 float32: both operands are sums of their upper 11 bits and the next 11, and the product of the latter is left out.
 """
@@ -25,11 +25,14 @@ from cutlass.memory import SmemAllocator
 
 from kernels.abi import HyperConnectionBackward
 from kernels.aot import Compiled
-from kernels.lib.launch import Kernel, i32, pointers
+from kernels.lib.launch import WARP, Kernel, i32, pointers
 from kernels.lib.ptx import (
     bits_of,
+    copy_or_zero,
     float_of,
+    in_a_register,
     load_shared_four,
+    load_shared_words,
     multiply_warp_tf32,
     prefetch_bulk,
     round_pair,
@@ -49,9 +52,8 @@ from .common import (
     pair,
     put_numbers,
     put_words,
-    words_of,
 )
-from .config import GROUP, NUMBERS, PARTS, ROW, SHARES, STREAMS, TOKENS, VECTOR, StreamsConfig
+from .config import GROUP, NUMBERS, PARTS, ROW, ROWS, SHARES, STREAMS, TOKENS, VECTOR, StreamsConfig
 
 STEPS = NUMBERS // 8  # of a product
 COLUMNS = GROUP // 8  # products that make the channels of a warp
@@ -110,10 +112,11 @@ class BackwardStreamsSm90(Kernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         part, walk = cute.arch.block_idx()[0] % PARTS, cute.arch.block_idx()[0] // PARTS
         smem = SmemAllocator()
-        fn, shares = (
+        fn, shares, own = (
             smem.allocate_array(Float32, size // 4, byte_alignment=16).toint()
-            for size in (STREAMS * c.stream_bytes, 2 * c.share_bytes)
+            for size in (STREAMS * c.stream_bytes, 2 * c.share_bytes, c.warps * c.fetched_bytes)
         )
+        own = own + warp * c.fetched_bytes + cute.arch.lane_idx() * 16
         barriers = smem.allocate_array(Int64, STREAMS)
         if thread == 0:
             for i in cutlass.range_constexpr(STREAMS):
@@ -128,15 +131,23 @@ class BackwardStreamsSm90(Kernel):
         norm, of_norm = numbers_of(given.norm + channel, VECTOR), cute.make_rmem_tensor(VECTOR, Float32)
         of_norm.fill(0.0)
         walks = cute.arch.grid_dim()[0] // PARTS
+        for half in cutlass.range_constexpr(2):
+            self.fetch(given, half, own, channel, walk * TOKENS, tokens)
         for tile in cutlass.range(walk, ceil_div(tokens, Int32(TOKENS)), walks, unroll=1):
             first, place = tile * TOKENS, shares + ((tile - walk) // walks & 1) * c.share_bytes
-            self.prefetch(given, part, first + walks * TOKENS, tokens)
+            following = first + walks * TOKENS
+            if thread == 0:
+                self.prefetch(given, following, tokens)
+            known = [self.known(given, token_of(first, half, tokens)) for half in range(2)]
             acc = cute.make_rmem_tensor((4, COLUMNS, STREAMS), Float32)
             self.multiply(acc, fn, given, first, tokens)
             for half in cutlass.range_constexpr(2):
-                self.of_token(acc, half, of_norm, norm, place, given, made, channel, first, tokens)
+                cute.arch.cp_async_wait_group(1)  # of what a lane fetched, the next half is under way
+                self.of_token(acc, half, known[half], of_norm, norm, own, place, made, channel, first, tokens)
+                self.fetch(given, half, own, channel, following, tokens)
             cute.arch.sync_threads()
             self.add_up(place, made, part, first, tokens)
+        cute.arch.cp_async_wait_group(0)  # zeros, for what follows the last tile
         for k in cutlass.range_constexpr(VECTOR):
             for offset in (4, 8, 16):
                 of_norm[k] = of_norm[k] + cute.arch.shuffle_sync_bfly(of_norm[k], offset=offset)
@@ -146,24 +157,30 @@ class BackwardStreamsSm90(Kernel):
                 put_numbers(target, tuple(of_norm[k + i] for i in range(4)))
 
     @cute.jit
-    def prefetch(self, given: Given, part: Int32, first: Int32, tokens: Int32):
-        """Brings the next tile into L2: a warp a stream, and the first two what is not streams."""
-        c, lane = self.config, cute.arch.lane_idx()
-        warp, token = cute.arch.make_warp_uniform(cute.arch.warp_idx()), first + lane % TOKENS
-        row, bytes = Int64(token), 2 * c.channels
-        if token < tokens:
-            if lane < TOKENS:
-                place = (row * STREAMS + warp % STREAMS) * c.hidden + part * c.channels
-                if warp < STREAMS:
-                    prefetch_bulk((given.x + place).toint(), bytes)
-                elif warp < 2 * STREAMS:
-                    prefetch_bulk((given.dnew_x + place).toint(), bytes)
-            else:
-                place = row * c.hidden + part * c.channels
-                if warp == 0:
-                    prefetch_bulk((given.y + place).toint(), bytes)
-                elif warp == 1:
-                    prefetch_bulk((given.dz + place).toint(), bytes)
+    def fetch(self, given: Given, half: cutlass.Constexpr, own: Int32, channel: Int32, first: Int32, tokens: Int32):
+        """Copies a lane's channels of a token to its own place, as one group: y, dz, x and dx'. There, no lane needs to
+        wait for another one. A token after the last is 0."""
+        c, token = self.config, first + half * 8 + cute.arch.lane_idx() // 4
+        at = Int64(cutlass.min(token, tokens - 1))
+        present = Int32(16) if token < tokens else Int32(0)
+        flat, streams = at * c.hidden + channel, at * (STREAMS * c.hidden) + channel
+        sources = [given.y + flat, given.dz + flat]
+        sources += [array + (streams + i * c.hidden) for array in (given.x, given.dnew_x) for i in range(STREAMS)]
+        for i, source in enumerate(sources):
+            copy_or_zero(in_a_register(own + (half * ROWS + i) * 16 * WARP), source.toint(), present)
+        cute.arch.cp_async_commit_group()
+
+    def known(self, given: Given, at: Int64) -> tuple:
+        """The numbers of a token: its post and its mix; what it takes streams by, and the first part's last numbers."""
+        post, mix = numbers_of(given.post + at * STREAMS, STREAMS), numbers_of(given.mix + at * MIX, MIX)
+        return post, mix, numbers_of(given.numbers + (at * ROW + NUMBERS), ROW - NUMBERS)
+
+    @cute.jit
+    def prefetch(self, given: Given, first: Int32, tokens: Int32):
+        """Brings the numbers of a whole tile into L2."""
+        if first + TOKENS <= tokens:
+            for array, count in ((given.numbers, ROW), (given.post, STREAMS), (given.mix, MIX)):
+                prefetch_bulk((array + Int64(first) * count).toint(), 4 * TOKENS * count)
 
     @cute.jit
     def multiply(self, acc: cute.Tensor, fn: Int32, given: Given, first: Int32, tokens: Int32):
@@ -171,7 +188,7 @@ class BackwardStreamsSm90(Kernel):
         c, lane = self.config, cute.arch.lane_idx()
         row, column = lane // 4, lane % 4
         acc.fill(0.0)
-        split = [self.factors(given, cutlass.min(first + half * 8 + row, tokens - 1)) for half in range(2)]
+        split = [self.factors(given, token_of(first, half, tokens)) for half in range(2)]
         place = fn + column * c.row_bytes + (cute.arch.warp_idx() * GROUP + row * 4) * 4
         for stream in cutlass.range_constexpr(STREAMS):
             for step in cutlass.range_constexpr(STEPS):
@@ -189,9 +206,9 @@ class BackwardStreamsSm90(Kernel):
                     for r in cutlass.range_constexpr(4):
                         acc[r, q, stream] = total[r]
 
-    def factors(self, given: Given, token: Int32) -> list:
+    def factors(self, given: Given, at: Int64) -> list:
         """The factors of rows of fn that a lane has of a token, each `in_two`: of numbers lane % 4, 4 more, and so on."""
-        numbers = given.numbers + Int64(token) * ROW
+        numbers = given.numbers + at * ROW
         inverse = load(numbers + (ROW - 1))
         scales = [load(given.scale + i) * inverse for i in range(3)]
         column = cute.arch.lane_idx() % 4
@@ -202,10 +219,11 @@ class BackwardStreamsSm90(Kernel):
         self,
         acc: cute.Tensor,
         half: cutlass.Constexpr,
+        known: tuple,
         of_norm: cute.Tensor,
         norm: list,
+        own: Int32,
         place: Int32,
-        given: Given,
         made: Made,
         channel: Int32,
         first: Int32,
@@ -214,15 +232,10 @@ class BackwardStreamsSm90(Kernel):
         """The gradients of a lane's channels of a token; its shares of those of post and mix, into shared memory."""
         c, lane = self.config, cute.arch.lane_idx()
         row = half * 8 + lane // 4
-        token = first + row
-        at = Int64(cutlass.min(token, tokens - 1))
-        flat = at * c.hidden + channel
-        places = [(at * STREAMS + i) * c.hidden + channel for i in range(STREAMS)]
-        y, dz = words_of(given.y + flat), words_of(given.dz + flat)
-        xs, dxs = ([words_of(array + there) for there in places] for array in (given.x, given.dnew_x))
-        post, mix = numbers_of(given.post + at * STREAMS, STREAMS), numbers_of(given.mix + at * MIX, MIX)
-        *takes, of_u, along, shrinking, _ = numbers_of(given.numbers + (at * ROW + NUMBERS), ROW - NUMBERS)
-        counted = of_u if token < tokens else Float32(0.0)
+        token, at = first + row, token_of(first, half, tokens)
+        rows = [load_shared_words(own + (half * ROWS + i) * 16 * WARP) for i in range(ROWS)]
+        y, dz, xs, dxs = rows[0], rows[1], rows[2 : 2 + STREAMS], rows[2 + STREAMS :]
+        post, mix, (*takes, of_u, along, shrinking, _) = known
         shares = cute.make_rmem_tensor(SHARES, Float32)
         shares.fill(0.0)
         out_y, out_x = (
@@ -238,7 +251,7 @@ class BackwardStreamsSm90(Kernel):
             for k in cutlass.range_constexpr(2):
                 i = 2 * w + k
                 du = of_dz[k] * norm[i] * of_u - along * us[k]
-                of_norm[i] = of_norm[i] + of_dz[k] * us[k] * counted
+                of_norm[i] = of_norm[i] + of_dz[k] * us[k] * of_u
                 ds = [
                     acc[2 * half + i // 4, i % 4, j] + of_dxs[j][k] + takes[j] * du + shrinking * of_streams[j][k]
                     for j in range(STREAMS)
@@ -255,15 +268,15 @@ class BackwardStreamsSm90(Kernel):
             for j in cutlass.range_constexpr(STREAMS):
                 out_x[w, j] = round_pair(totals[0][1 + j], totals[1][1 + j], self.dtype)
         if token < tokens:
-            put_words(made.y + flat, out_y)
+            put_words(made.y + (at * c.hidden + channel), out_y)
             for j in cutlass.range_constexpr(STREAMS):
-                put_words(made.x + places[j], out_x[None, j])
+                put_words(made.x + ((at * STREAMS + j) * c.hidden + channel), out_x[None, j])
         for i in cutlass.range_constexpr(SHARES):
             shares[i] = of_quad(shares[i])
         if lane % 4 == 0:
-            own = place + (cute.arch.warp_idx() * TOKENS + row) * 4 * SHARES
+            there = place + (cute.arch.warp_idx() * TOKENS + row) * 4 * SHARES
             for i in cutlass.range_constexpr(0, SHARES, 4):
-                store_shared_four(own + 4 * i, *(shares[i + k] for k in range(4)))
+                store_shared_four(there + 4 * i, *(shares[i + k] for k in range(4)))
 
     @cute.jit
     def add_up(self, place: Int32, made: Made, part: Int32, first: Int32, tokens: Int32):
@@ -282,6 +295,11 @@ class BackwardStreamsSm90(Kernel):
     def examples(self, variant: HyperConnectionBackward) -> tuple:
         given = pointers(variant.dtype, "x", "y", *["float32"] * 5, "dnew_x", "dz", "float32")
         return *given, *pointers(variant.dtype, "dx", "dy", "float32", "float32"), i32(), i32()
+
+
+def token_of(first: Int32, half: int, tokens: Int32) -> Int64:
+    """A lane's token of a tile's half, or the last one of all."""
+    return Int64(cutlass.min(first + half * 8 + cute.arch.lane_idx() // 4, tokens - 1))
 
 
 def in_two(x: Float32) -> tuple[Int32, Int32]:

@@ -70,6 +70,7 @@ MOST_ITERATIONS = 32  # that the gradient walks back: it keeps the sums of each
 ROW = NUMBERS + 8  # float32 numbers of a token that its kernels hand on
 KEPT = 2 * MOST_ITERATIONS * STREAMS * STREAMS  # float32 numbers of a warp: sums of each entry, and a place for others
 SHARES = STREAMS + STREAMS * STREAMS  # of a token: of the gradients of post and of mix
+ROWS = 2 + 2 * STREAMS  # of a token's channels that a lane fetches: y, dz, and of each stream x and dx'
 PARTS = 16  # CTAs that share out the channels
 
 
@@ -132,11 +133,16 @@ class StreamsConfig:
         return 4 * self.warps * TOKENS * SHARES
 
     @property
+    def fetched_bytes(self) -> int:
+        """Bytes of a warp's channels of a tile."""
+        return TOKENS * ROWS * 2 * GROUP
+
+    @property
     def smem_bytes(self) -> int:
-        """fn, which stays for all tokens; shares, of two tiles."""
-        return STREAMS * self.stream_bytes + 2 * self.share_bytes + 64
+        """fn, which stays for all tokens; shares, of two tiles; what is fetched."""
+        return STREAMS * self.stream_bytes + 2 * self.share_bytes + self.warps * self.fetched_bytes + 64
 
     def __post_init__(self):
-        fits = self.warps >= 2 * STREAMS and self.smem_bytes <= SMEM_LIMIT  # each fetches a stream of one kind
-        if self.hidden % (PARTS * GROUP) or not fits or self.threads < TOKENS * SHARES // 4:
-            raise ValueError(f"wanted channels in multiples of {PARTS * GROUP}, from 4096 to what SMEM holds: {self}")
+        fits = self.threads >= TOKENS * SHARES // 4 and self.smem_bytes <= SMEM_LIMIT
+        if self.hidden % (PARTS * GROUP) or not fits:
+            raise ValueError(f"wanted channels in multiples of {PARTS * GROUP}, from 1536 to what SMEM holds: {self}")
