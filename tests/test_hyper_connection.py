@@ -111,13 +111,13 @@ def test_gradient_is_that_of_the_definition():
 def test_gradients_are_right(is_taken):
     x = Problem.of(6, 32, is_taken)
     x = dataclasses.replace(x, x=x.x.astype(np.float32), y=x.y.astype(np.float32))
-    assert complaints_of_gradients(x, *gradients_of(x, b=2)) == []
+    made, found = gradients_of(x, b=2)
+    assert complaints_of_gradients(x, made["new_x"], x.cotangents(), found) == []
 
 
 def gradients_of(x, b=1, implementation=None):
-    """The streams that were made, the cotangents, and the gradients by operands' names."""
+    """The results, and the gradients by operands' names."""
     given, taken = operands(x, b)
-    cotangents = x.cotangents()
 
     def run(taken, *given):
         return hyper_connection(*given, taken=taken, implementation=implementation, **HOW)
@@ -125,14 +125,14 @@ def gradients_of(x, b=1, implementation=None):
     @jax.jit
     def both(*given):
         made, back = jax.vjp(run, *given)
-        of = (jnp.asarray(c).reshape(a.shape) for a, c in zip(made, cotangents, strict=True))
-        return made.x, back(HyperConnection(*of))
+        of = (jnp.asarray(c).reshape(a.shape) for a, c in zip(made, x.cotangents(), strict=True))
+        return made, back(HyperConnection(*of))
 
-    new_x, (dtaken, *rest) = both(taken, *given)
+    made, (dtaken, *rest) = both(taken, *given)
     found = dict(zip(("x", "y", "post", "mix", "fn", "scale", "base", "norm"), rest, strict=True))
     found["taken"] = jnp.zeros(x.taken.shape) if taken is None else dtaken
     right = {name: np.asarray(a).reshape(getattr(x, name).shape) for name, a in found.items()}
-    return np.asarray(new_x).reshape(x.x.shape), cotangents, right
+    return results(made), right
 
 
 @pytest.mark.skipif(not native.built(HyperConnectionBackward), reason="without kernels")
@@ -254,7 +254,8 @@ def test_kernel(hidden, is_taken, tokens):
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_kernels_of_the_gradient(hidden, is_taken, tokens):
     x = Problem.of(tokens, hidden, is_taken)
-    assert complaints_of_gradients(x, *gradients_of(x, implementation="cubin")) == []
+    made, found = gradients_of(x, implementation="cubin")
+    assert complaints_of_gradients(x, made["new_x"], x.cotangents(), found, made["z"]) == []
 
 
 @pytest.mark.gpu
@@ -262,13 +263,13 @@ def test_kernels_of_the_gradient(hidden, is_taken, tokens):
 def test_gradients_have_the_same_bits_again():
     """All of them in another run, and a token's in any batch."""
     x = Problem.of(200, HIDDEN[0])
-    _, _, first = gradients_of(x)
-    _, _, again = gradients_of(x)
+    _, first = gradients_of(x)
+    _, again = gradients_of(x)
     assert all(first[name].tobytes() == again[name].tobytes() for name in first)
     part = dataclasses.replace(x, **{name: getattr(x, name)[:37] for name in ("x", "y", "post", "mix", "taken")})
     cotangents = tuple(a[:37] for a in x.cotangents())
     object.__setattr__(part, "cotangents", lambda: cotangents)
-    _, _, of_part = gradients_of(part)
+    _, of_part = gradients_of(part)
     for name in ("x", "y", "post", "mix"):
         assert of_part[name].tobytes() == first[name][:37].tobytes()
 

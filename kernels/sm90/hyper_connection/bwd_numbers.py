@@ -106,7 +106,7 @@ class BackwardNumbersSm90(Kernel):
             total = load(given.totals + (at * NUMBERS + number))
             inverse = inverse_rms(load(given.squares + at), STREAMS * c.hidden, n.eps)
             rate = load(given.scale + block)
-            a = total * inverse * rate + load(given.base + number)
+            a = total * inverse * rate + load(given.base + number)  # the bits of which z was made
             share = sigmoid(a)
             takes = cute.make_rmem_tensor(STREAMS, Float32)
             if n.has_taken > 0:
