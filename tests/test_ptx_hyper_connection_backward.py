@@ -15,7 +15,7 @@ from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Race, Undefined
 from jax_dsv4_fmha._host import hyper_connection as raw
 from jax_dsv4_fmha._ops.hyper_connection_training import joined
-from jax_dsv4_fmha._testing.hyper_connection import BF16, GRADIENTS, Problem, complaints_of_gradients
+from jax_dsv4_fmha._testing.hyper_connection import GRADIENTS, Problem, complaints_of_gradients
 from kernels.abi import HyperConnectionBackward
 from kernels.sm90.hyper_connection.config import MOST_ITERATIONS, PARTS
 
@@ -27,7 +27,7 @@ needs_kernels = pytest.mark.skipif(len(BUILT) < 2, reason="without kernels")
 
 def made(x, **how):
     """What the kernels make, and the streams that it is the gradient at."""
-    new_x = x.mixed().astype(BF16)
+    new_x = x.streams()
     return gradients(BUILT["numbers"], BUILT["streams"], x, new_x, x.cotangents(), **how), new_x
 
 
@@ -56,7 +56,7 @@ def test_is_right(is_taken):
 @needs_kernels
 @pytest.mark.parametrize(("tokens", "walks"), [(35, 1), (35, 2), (3, 2)], ids=["3 tiles", "2 walks", "an empty walk"])
 def test_many_tiles_are_right(tokens, walks):
-    judge(Problem.of(tokens, HIDDEN), walks=walks)
+    judge(Problem.of(tokens, HIDDEN, is_taken=True), walks=walks)
 
 
 @needs_kernels
@@ -64,7 +64,7 @@ def test_a_token_has_the_same_bits_in_any_company():
     whole = Problem.of(18, HIDDEN, is_taken=True)
     of_tokens = ("x", "y", "post", "mix", "taken")
     part = replace(whole, **{name: getattr(whole, name)[11:13] for name in of_tokens})
-    cotangents, new_x = whole.cotangents(), whole.mixed().astype(BF16)
+    cotangents, new_x = whole.cotangents(), whole.streams()
     kernels = BUILT["numbers"], BUILT["streams"]
     want = gradients(*kernels, whole, new_x, cotangents)
     got = gradients(*kernels, part, new_x[11:13], tuple(a[11:13] for a in cotangents))
@@ -116,13 +116,13 @@ def without_lower_parts(ptx):
 
 FETCHED = r"cp\.async\.wait_group\s+1"
 FAULTS = [
-    fault("numbers", "an iteration too few", Wrong, "fn:", iterations=lambda n: n - 1),
+    fault("numbers", "an iteration too few", Wrong, "post:", iterations=lambda n: n - 1),
     fault("numbers", "z took the new pre", Wrong, "x:|y:", is_taken=True, has_taken=lambda n: 0),
-    fault("numbers", "a token too few", (Wrong, Undefined), "", tokens=lambda n: n - 1),
-    fault("numbers", "eps of the norm for Sinkhorn's", Wrong, "", hc_eps=lambda x: x / 10),
+    fault("numbers", "a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
+    fault("numbers", "eps of the norm for Sinkhorn's", Wrong, "post:", hc_eps=lambda x: x / 10),
     fault("streams", "nobody waits for what is fetched", (Race, Undefined), "reads", without(FETCHED)),
-    fault("streams", "a token too few", (Wrong, Undefined), "", tokens=lambda n: n - 1),
-    fault("streams", "fn in 11 bits", Wrong, "", without_lower_parts),
+    fault("streams", "a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
+    fault("streams", "fn in 11 bits", Wrong, "post:", without_lower_parts),
     fault(
         "streams",
         "nobody waits for fn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,12 @@ class Problem:
         made: Numbers = np.einsum("tij,tih->tjh", mix, x) + post[..., None] * y[:, None]
         return made
 
+    def streams(self) -> Numbers:
+        """The same as a kernel makes and rounds them."""
+        past = ((self.mix[:, i, :, None], self.x[:, i, None]) for i in range(STREAMS))
+        made = in_float32([(self.post[..., None], self.y[:, None]), *past])
+        return made.astype(self.x.dtype)
+
     def after(self, x: Numbers) -> dict[str, Numbers]:
         """float64: what follows from the streams x, as they were rounded."""
         x = x.astype(np.float64)
@@ -101,7 +108,7 @@ class Problem:
 
     def joined(self, takes: Numbers, x: Numbers, z: Numbers | None) -> Numbers:
         """float64: the streams x as one, rounded; where that depends on the order of sums, as z says."""
-        u = np.einsum("tj,tjh->th", takes, x)
+        u = in_float32((takes[:, i, None], x[:, i]) for i in range(STREAMS)).astype(np.float64)
         near = [
             (u * by).astype(np.float32).astype(self.x.dtype).astype(np.float64) for by in (1, 1 - 2**-19, 1 + 2**-19)
         ]
@@ -146,6 +153,14 @@ class Problem:
             "base": dlogits.sum(0),
             "norm": (dz * u * of_u).sum(0),
         }
+
+
+def in_float32(products: Iterable[tuple[Numbers, Numbers]]) -> Numbers:
+    """The sum of products as a kernel makes it: in order, with one rounding to float32 for each of them."""
+    total: Numbers = np.zeros(())
+    for a, b in products:
+        total = (total + a.astype(np.float32).astype(np.float64) * b.astype(np.float64)).astype(np.float32)
+    return total
 
 
 def walked_back(logits: Numbers, dmix: Numbers) -> Numbers:
