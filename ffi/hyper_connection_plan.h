@@ -44,6 +44,8 @@ inline Plan<HyperConnectionArguments> PlanHyperConnection(const HyperConnectionS
                         .new_pre = at.new_pre,
                         .new_post = at.new_post,
                         .new_mix = at.new_mix,
+                        .totals = at.totals,
+                        .squares = at.squares,
                         .tokens = I32(shape.tokens),
                         .has_taken = I32(shape.taken),
                         .iterations = I32(shape.iterations),

@@ -8,6 +8,7 @@
 #include "few_rows_product_plan.h"
 #include "forward_plan.h"
 #include "fused_moe_plan.h"
+#include "hyper_connection_bwd_plan.h"
 #include "hyper_connection_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
@@ -295,6 +296,18 @@ int dsv4_fmha_exchanging_devices() {
     }
   }
   return count;
+}
+
+// A kernel of their gradient, by so many walks; without any the first one, which keeps tile_n iterations at most.
+int dsv4_fmha_plan_hyper_connection_bwd(const HyperConnectionShape* shape, int64_t walks, float eps, float hc_eps,
+                                        const Tiles* tiles, const HyperConnectionBwdAddresses* addresses,
+                                        ShownLaunch* out, char* error, size_t error_bytes) {
+  const bool streams = walks > 0;
+  const std::string reason =
+      streams ? CheckHyperConnectionShape(*shape) : CheckHyperConnectionBwdShape(*shape, tiles->tile_n);
+  const auto plan = PlanHyperConnectionBwd(*shape, walks, eps, hc_eps, tiles->tile_m, *addresses);
+  return Show(streams ? kHyperConnectionBwdStreams.name : kHyperConnectionBwdNumbers.name, plan, reason, out, error,
+              error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

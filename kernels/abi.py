@@ -786,7 +786,37 @@ class HyperConnection(Variant):
     def params(self) -> Params:
         given = ("x", "y", "post", "mix", "taken", "fn", "scale", "base", "norm")
         return (
-            *each("address", *given, "new_x", "z", "new_pre", "new_post", "new_mix"),
+            *each("address", *given, "new_x", "z", "new_pre", "new_post", "new_mix", "totals", "squares"),
+            *each("int32", "tokens", "has_taken", "iterations"),
+            *each("float32", "eps", "hc_eps"),
+        )
+
+
+@dataclass(frozen=True)
+class HyperConnectionBackward(Variant):
+    """The gradient of that. part: "numbers" makes what it needs to know of each token, then "streams" all else."""
+
+    hidden: int  # channels of a stream
+    dtype: str  # of streams
+    part: str
+
+    family = "hyper_connection_bwd"
+
+    @property
+    def layout(self) -> str:
+        return f"hyper_connection_bwd_{self.part}"
+
+    @property
+    def params(self) -> Params:
+        if self.part == "streams":
+            return (
+                *each("address", "x", "y", "post", "mix", "fn", "scale", "norm", "dnew_x", "dz", "numbers"),
+                *each("address", "dx", "dy", "shares", "dnorm"),
+                *each("int32", "tokens"),
+            )
+        return (
+            *each("address", "new_x", "dz", "norm", "totals", "squares", "scale", "base", "taken"),
+            *each("address", "dnew_pre", "dnew_post", "dnew_mix", "numbers", "dtaken"),
             *each("int32", "tokens", "has_taken", "iterations"),
             *each("float32", "eps", "hc_eps"),
         )
@@ -812,7 +842,7 @@ FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, Route, GroupRows),
-    *(GroupedProduct, ExpertProduct, HyperConnection, AllReduce),
+    *(GroupedProduct, ExpertProduct, HyperConnection, HyperConnectionBackward, AllReduce),
 )
 
 

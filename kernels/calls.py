@@ -217,6 +217,15 @@ AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
 ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
 TABLE = array("table: f32[b s_q dims]", aligned=True)  # cos and sin by turns, for each token
 
+BETWEEN_SUBLAYERS = (
+    *arrays("x: T[b s_q 4 hidden]", "y: T[b s_q hidden]"),
+    *(array(f"{name}: f32[b s_q {axes}]", aligned=True) for name, axes in (("post", "4"), ("mix", "4 4"))),
+    array("taken: f32[b s_q n_taken]", aligned=True),  # n_taken is 4, or 0 where z takes the new pre
+    array("fn: f32[24 4 hidden]", aligned=True),
+    *arrays("scale: f32[3]", "base: f32[24]"),
+    array("norm: f32[hidden]", aligned=True),
+)
+
 KEPT_BY_INSERTION = (
     array("cache: T[pages page entry] or u8[pages page_bytes]", aligned=True),
     array("state: f32[b ring width]", aligned=True),  # earlier rows of a block
@@ -482,17 +491,29 @@ TARGETS = (
     Target(
         "hyper_connection",
         "hyper_connection",
-        (
-            *arrays("x: T[b s_q 4 hidden]", "y: T[b s_q hidden]"),
-            *(array(f"{name}: f32[b s_q {axes}]", aligned=True) for name, axes in (("post", "4"), ("mix", "4 4"))),
-            array("taken: f32[b s_q n_taken]", aligned=True),  # n_taken is 4, or 0 where z takes the new pre
-            array("fn: f32[24 4 hidden]", aligned=True),
-            *arrays("scale: f32[3]", "base: f32[24]"),
-            array("norm: f32[hidden]", aligned=True),
-        ),
+        BETWEEN_SUBLAYERS,
         (
             *arrays("new_x: T[b s_q 4 hidden]", "z: T[b s_q hidden]"),
             *arrays("new_pre: f32[b s_q 4]", "new_post: f32[b s_q 4]", "new_mix: f32[b s_q 4 4]"),
+            array("totals: f32[b s_q 24]", aligned=True),  # fn new_x
+            *arrays("squares: f32[b s_q]"),  # the sum of new_x's
+        ),
+        {"iterations": "int64", "hc_eps": "float32", **EPS},
+    ),
+    Target(  # after what it takes and some of what it made come its results' cotangents
+        "hyper_connection_bwd",
+        "hyper_connection_bwd",
+        (
+            *BETWEEN_SUBLAYERS,
+            *arrays("new_x: T[b s_q 4 hidden]", "totals: f32[b s_q 24]", "squares: f32[b s_q]"),
+            *arrays("dnew_x: T[b s_q 4 hidden]", "dz: T[b s_q hidden]"),
+            *arrays("dnew_pre: f32[b s_q 4]", "dnew_post: f32[b s_q 4]", "dnew_mix: f32[b s_q 4 4]"),
+        ),
+        (
+            *arrays("dx: T[b s_q 4 hidden]", "dy: T[b s_q hidden]", "dtaken: f32[b s_q n_taken]"),
+            array("numbers: f32[b s_q 32]", aligned=True),
+            array("shares: f32[parts b s_q 20]", aligned=True),  # parts of the gradients of post and mix
+            array("dnorm: f32[walks hidden]", aligned=True),  # parts of it
         ),
         {"iterations": "int64", "hc_eps": "float32", **EPS},
     ),

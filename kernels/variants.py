@@ -23,6 +23,7 @@ from .abi import (
     GroupedProduct,
     GroupRows,
     HyperConnection,
+    HyperConnectionBackward,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -314,6 +315,12 @@ VARIANTS: tuple[Variant, ...] = (
     AllReduce("all_reduce", "sm_90a", f"{PLAIN}.all_reduce.kernel", "bfloat16"),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),
     HyperConnection("hyper_connection", "sm_90a", f"{HOPPER}.hyper_connection.kernel", 4096, "bfloat16"),
+    *(
+        HyperConnectionBackward(
+            "hyper_connection_bwd", "sm_90a", f"{HOPPER}.hyper_connection.bwd_{part}", 4096, "bfloat16", part
+        )
+        for part in ("numbers", "streams")
+    ),
     *plain("sm_90a"),
     *plain("sm_100f"),
 )

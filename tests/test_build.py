@@ -28,6 +28,7 @@ from interpreter.kernels.native import (
     plan_group_rows,
     plan_grouped_product,
     plan_hyper_connection,
+    plan_hyper_connection_bwd,
     plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
@@ -55,6 +56,7 @@ from kernels.abi import (
     GroupedProduct,
     GroupRows,
     HyperConnection,
+    HyperConnectionBackward,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -211,6 +213,10 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)
     elif isinstance(variant, AllReduce):
         launch = plan_all_reduce({"bytes": 64, "device": 0, "devices": 2, "tile_n": 256})
+    elif isinstance(variant, HyperConnectionBackward):
+        sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
+        walks = 8 if variant.part == "streams" else 0
+        launch = plan_hyper_connection_bwd(sizes, walks, 1.0, 1.0, tile_m=8, tile_n=32)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

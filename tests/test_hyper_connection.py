@@ -1,5 +1,6 @@
 """Hyper-connections between two sublayers: the definition, errors, transformations, and the kernel on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from interpreter.kernels import native
-from jax_dsv4_fmha import EXPORT_CHECKS, explain, hyper_connection
+from jax_dsv4_fmha import EXPORT_CHECKS, HyperConnection, explain, hyper_connection
+from jax_dsv4_fmha._host.hyper_connection import MOST_ITERATIONS
 from jax_dsv4_fmha._testing import hyper_connection as cases
 from jax_dsv4_fmha._testing.cases import MODEL
 from jax_dsv4_fmha._testing.hyper_connection import (
@@ -20,16 +22,18 @@ from jax_dsv4_fmha._testing.hyper_connection import (
     HyperConnectionCase,
     Problem,
     complaints,
+    complaints_of_gradients,
     operands,
     results,
 )
-from kernels.abi import HyperConnection
+from kernels.abi import HyperConnection as Variant
+from kernels.abi import HyperConnectionBackward
 from kernels.variants import VARIANTS
 from tests.helpers import collectives
 from tests.transformed import KINDS
 
 HOW = {"iterations": ITERATIONS, "eps": EPS, "hc_eps": HC_EPS}
-HIDDEN = [v.hidden for v in VARIANTS if isinstance(v, HyperConnection)]
+HIDDEN = [v.hidden for v in VARIANTS if isinstance(v, Variant)]
 CASES = [case for case in MODEL if isinstance(case, HyperConnectionCase)]
 
 
@@ -72,7 +76,7 @@ def test_transformations():
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.skipif(not native.built(HyperConnection), reason="without kernels")
+@pytest.mark.skipif(not native.built(Variant), reason="without kernels")
 def test_vmap_does_not_run_the_definition_in_a_kernel_s_place():
     given, _ = operands(Problem.of(2, HIDDEN[0]))
     run = functools.partial(hyper_connection, implementation="cubin")
@@ -101,6 +105,70 @@ def test_gradient_is_that_of_the_definition():
     step = 1e-2 * jnp.sign(of[0](*given)[4])
     near = [loss({}, *given[:4], given[4] + s * step, *given[5:], taken=taken) for s in (1, -1)]
     np.testing.assert_allclose((near[0] - near[1]) / 2, (of[0](*given)[4] * step).sum(), rtol=2e-2)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_gradients_are_right(is_taken):
+    x = Problem.of(6, 32, is_taken)
+    x = dataclasses.replace(x, x=x.x.astype(np.float32), y=x.y.astype(np.float32))
+    made, found = gradients_of(x, b=2)
+    assert complaints_of_gradients(x, made["new_x"], x.cotangents(), found) == []
+
+
+def gradients_of(x, b=1, implementation=None):
+    """The results, and the gradients by operands' names."""
+    given, taken = operands(x, b)
+
+    def run(taken, *given):
+        return hyper_connection(*given, taken=taken, implementation=implementation, **HOW)
+
+    @jax.jit
+    def both(*given):
+        made, back = jax.vjp(run, *given)
+        of = (jnp.asarray(c).reshape(a.shape) for a, c in zip(made, x.cotangents(), strict=True))
+        return made, back(HyperConnection(*of))
+
+    made, (dtaken, *rest) = both(taken, *given)
+    found = dict(zip(("x", "y", "post", "mix", "fn", "scale", "base", "norm"), rest, strict=True))
+    found["taken"] = jnp.zeros(x.taken.shape) if taken is None else dtaken
+    right = {name: np.asarray(a).reshape(getattr(x, name).shape) for name, a in found.items()}
+    return results(made), right
+
+
+@pytest.mark.skipif(not native.built(HyperConnectionBackward), reason="without kernels")
+@pytest.mark.parametrize(
+    ("iterations", "parts"), [(MOST_ITERATIONS, ["forward", "gradient"]), (MOST_ITERATIONS + 1, ["forward"])]
+)
+def test_which_gradients_have_kernels(iterations, parts):
+    """The definition leaves no mark in `explain`."""
+    given, _ = operands(Problem.of(2, HIDDEN[0]))
+
+    def loss(*given):
+        return hyper_connection(*given, iterations=iterations).z.astype(jnp.float32).sum()
+
+    found = explain(jax.grad(loss), *given)
+    assert [decision.part for decision in found] == parts
+    assert all("hyper_connection" in decision.reason for decision in found)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_over_devices(kind):
+    """Each device adds up what its tokens say of the parameters, and then all do."""
+    given, taken = operands(Problem.of(8, HIDDEN[0], is_taken=True), b=4)
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(KINDS[kind],) * 2)
+
+    def loss(*given, taken):
+        return sum(jnp.square(a.astype(jnp.float32)).sum() for a in hyper_connection(*given, taken=taken, **HOW))
+
+    gradient = jax.jit(jax.grad(loss, range(8)))
+    by_tokens, whole = (NamedSharding(mesh, spec) for spec in (P("data", "context"), P()))
+    placed = [jax.device_put(a, by_tokens if i < 4 else whole) for i, a in enumerate(given)]
+    with jax.set_mesh(mesh):
+        got = gradient(*placed, taken=jax.device_put(taken, by_tokens))
+    for a, b in zip(got, gradient(*given, taken=taken), strict=True):
+        b = np.asarray(b, np.float32)
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2**-6, atol=1e-4 * np.abs(b).max())
 
 
 @pytest.mark.usefixtures("built")
@@ -135,7 +203,7 @@ def test_parameters_over_devices_are_refused():
         jax.jit(hyper_connection)(*given[:4], fn, *given[5:])
 
 
-@pytest.mark.skipif(not native.built(HyperConnection), reason="without kernels")
+@pytest.mark.skipif(not native.built(Variant), reason="without kernels")
 def test_the_call_is_exported():
     given, _ = operands(Problem.of(2, HIDDEN[0]))
     (decision,) = explain(hyper_connection, *given)
@@ -177,6 +245,33 @@ def test_kernel(hidden, is_taken, tokens):
     given, taken = operands(x)
     run = jax.jit(functools.partial(hyper_connection, implementation="cubin", **HOW))
     assert complaints(x, results(run(*given, taken=taken))) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("tokens", [1, 37, 300, 1111])
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_kernels_of_the_gradient(hidden, is_taken, tokens):
+    x = Problem.of(tokens, hidden, is_taken)
+    made, found = gradients_of(x, implementation="cubin")
+    assert complaints_of_gradients(x, made["new_x"], x.cotangents(), found, made["z"]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_gradients_have_the_same_bits_again():
+    """All of them in another run, and a token's in any batch."""
+    x = Problem.of(200, HIDDEN[0])
+    _, first = gradients_of(x)
+    _, again = gradients_of(x)
+    assert all(first[name].tobytes() == again[name].tobytes() for name in first)
+    part = dataclasses.replace(x, **{name: getattr(x, name)[:37] for name in ("x", "y", "post", "mix", "taken")})
+    cotangents = tuple(a[:37] for a in x.cotangents())
+    object.__setattr__(part, "cotangents", lambda: cotangents)
+    _, of_part = gradients_of(part)
+    for name in ("x", "y", "post", "mix"):
+        assert of_part[name].tobytes() == first[name][:37].tobytes()
 
 
 @pytest.mark.gpu

@@ -50,8 +50,9 @@ SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
-FUSED = 4096
-"""channels for which `hyper_connection` has a kernel; of others its definition would be a loop of launches on a GPU"""
+FUSED = (4096, jnp.bfloat16)
+"""channels and dtype for which `hyper_connection` has kernels; of others its definition would be loops of launches on a
+GPU"""
 SCORES = ("sqrtsoftplus", "sigmoid")
 """of routers, by the names that configs have for them"""
 
@@ -335,10 +336,10 @@ class Model:
         attend: Callable[..., Output],
     ) -> tuple["Streams", Output, jax.Array]:
         """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
-        of = self.before(p["attention_hc"], p["attention_norm"], streams, cache is None)
+        of = self.before(p["attention_hc"], p["attention_norm"], streams)
         out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
-        of = self.before(p["moe_hc"], p["moe_norm"], streams, cache is None)
+        of = self.before(p["moe_hc"], p["moe_norm"], streams)
         y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, cache is None)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
@@ -359,15 +360,12 @@ class Model:
     # ---- hyper-connections
 
     @jax.named_scope("connections")
-    def before(self, p: Any, weight: jax.Array, streams: "Streams", is_trained: bool) -> HyperConnection:
-        """The streams before a sublayer with connections p, and what it is given, normed with this weight.
-
-        is_trained: whether there may be a gradient, for which the op's definition would take XLA long.
-        """
+    def before(self, p: Any, weight: jax.Array, streams: "Streams") -> HyperConnection:
+        """The streams before a sublayer with connections p, and what it is given, normed with this weight."""
         x, y, post, mix, pre = streams
         eps, taken = self.layers[0].eps, pre if self.delayed else None
-        has_kernel = self.hidden == FUSED or jax.default_backend() != "gpu"
-        if self.streams == 4 and has_kernel and not is_trained:
+        has_kernel = (self.hidden, x.dtype) == FUSED or jax.default_backend() != "gpu"
+        if self.streams == 4 and has_kernel:
             parts, rates = (p["fn"], p["scale"], p["base"], weight), {"eps": eps, "hc_eps": self.hc_eps}
             return hyper_connection(x, y, post, mix, *parts, taken=taken, iterations=self.sinkhorn, **rates)
         x = streams.after()

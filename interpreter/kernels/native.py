@@ -523,6 +523,28 @@ def plan_all_reduce(shape: dict[str, int], memory: int = 0, *, addresses: dict[s
     return planned("all_reduce", given, ctypes.c_void_p(memory), at)
 
 
+def plan_hyper_connection_bwd(
+    shape: dict[str, int],
+    walks: int,
+    eps: float,
+    hc_eps: float,
+    *,
+    tile_m: int,
+    tile_n: int,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """Returns the launch of the gradient of streams by so many walks, or without any of the kernel before it."""
+    return planned(
+        "hyper_connection_bwd",
+        ctypes.byref(filled("HyperConnectionShape", **shape)),
+        ctypes.c_int64(walks),
+        ctypes.c_float(eps),
+        ctypes.c_float(hc_eps),
+        _tiles(tile_m, tile_n, 1),
+        addressed("hyper_connection_bwd", addresses),
+    )
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """Returns the launch that inserts entries into a cache."""
     return planned(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._definitions.experts import GROUP, pack_experts
 from .._definitions.slabs import BLOCK
 from .._ops.fused_moe import fused_moe
-from .._ops.hyper_connection import hyper_connection
+from .._ops.hyper_connection import HyperConnection, hyper_connection
 from .._ops.route import route
 from .measure import Operands
 from .row import CallRow, Suite
@@ -200,6 +200,45 @@ class HyperConnectionRow(CallRow):
         return hyper_connection(**operands)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HyperConnectionGradientRow(HyperConnectionRow):
+    """Both passes of the hyper-connections before a sublayer."""
+
+    op = "hyper_connection_gradient"
+
+    @property
+    def name(self) -> str:
+        return f"gradient and {super().name}"
+
+    @property
+    def flops(self) -> float:
+        """Those of the forward pass; three products of tf32 of fn and numbers, and three of bfloat16 of numbers and
+        streams, for one each of float32."""
+        return super().flops + (12.0 + 6.0) * self.tokens * 24 * 4 * self.hidden
+
+    @property
+    def bytes(self) -> float:
+        """Those of the forward pass; fn, which is read again, and its gradient; streams, what a sublayer made, the
+        cotangents of both results, and both gradients."""
+        return super().bytes + 2 * 4.0 * 24 * 4 * self.hidden + self.tokens * (2.0 * 3 * (4 + 1) * self.hidden + 4 * 72)
+
+    def operands(self, key: jax.Array) -> Operands:
+        keys, (t, h) = jax.random.split(jax.random.fold_in(key, 1), 5), (self.tokens, self.hidden)
+        cotangents = {
+            "x": jax.random.normal(keys[0], (1, t, 4, h), jnp.bfloat16),
+            "z": jax.random.normal(keys[1], (1, t, h), jnp.bfloat16),
+            "pre": jax.random.normal(keys[2], (1, t, 4)),
+            "post": jax.random.normal(keys[3], (1, t, 4)),
+            "mix": jax.random.normal(keys[4], (1, t, 4, 4)),
+        }
+        return {**super().operands(key), **{f"of_{name}": x for name, x in cotangents.items()}}
+
+    def ours(self, **operands: Any) -> Any:
+        cotangents = HyperConnection(*(operands.pop(f"of_{name}") for name in HyperConnection._fields))
+        made, back = jax.vjp(lambda given: hyper_connection(**given), operands)
+        return made, back(cotangents)
+
+
 SUITE = Suite(
     "experts",
     "#7f3f5f",
@@ -211,5 +250,6 @@ SUITE = Suite(
         *(RouteRow(tokens=n, peers=("xla",)) for n in (1, 8, 64, 256, 1024, 4096)),
         *(RouteRow(tokens=n, experts=384, peers=("xla",)) for n in (1, 64, 4096)),
         *(RouteRow(tokens=n, vocabulary=129280, peers=("xla",)) for n in (1, 64, 4096)),
+        *(HyperConnectionGradientRow(tokens=n) for n in (2048, 8192)),
     ),
 )

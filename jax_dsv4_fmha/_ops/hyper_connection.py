@@ -9,12 +9,14 @@ from .. import _check
 from .._definitions import hyper_connection as definition
 from .._definitions.hyper_connection import NUMBERS, STREAMS
 from .._definitions.pytree import public_pytree
-from .._dispatch.autodiff import Differentiable, Function
-from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Op, Params
+from .._dispatch.autodiff import Differentiable, Function, Keeping
+from .._dispatch.lowering import choose, choose_backward
+from .._dispatch.manual_axes import vary, varying
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op, Params
 from .._dispatch.support import Support
 from .._host import hyper_connection as raw
 from .._host import library
+from . import hyper_connection_training
 
 
 @public_pytree
@@ -83,7 +85,8 @@ def hyper_connection(
       implementation: as in `fmha`.
 
     Returns:
-      `HyperConnection`. The definition computes gradients of all arrays, and runs under `jax.vmap`.
+      `HyperConnection`. All arrays have gradients, first ones in reverse mode, by kernels where x and y have one and
+      iterations are at most 32. Those of x' and u go past their rounding. Under `jax.vmap` the definition runs.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -125,9 +128,21 @@ def hyper_connection(
         made = definition.hyper_connection(x, y, post, mix, taken, fn, scale, base, norm, **dict(params))
         return HyperConnection(*made)
     support = _support(x)
-    call = Call(_OP, choose(op, implementation, support), params, support)
-    operands = (x, y, post, mix, taken, *(a[None] for a in (fn, scale, base, norm)))
-    return HyperConnection(*Differentiable(call, Function(_gradient, params))(*operands))
+    run = _trained(Call(_OP, choose(op, implementation, support), params, support), x, iterations)
+    return HyperConnection(*run(x, y, post, mix, taken, *(a[None] for a in (fn, scale, base, norm))))
+
+
+def _trained(call: Call, x: jax.Array, iterations: int) -> Differentiable:
+    """The call with its gradient."""
+    assert call.support is not None
+    is_there = call.support.shipped and iterations <= raw.MOST_ITERATIONS
+    archs = library.shipped_for("hyper_connection_bwd", dtype=x.dtype.name, hidden=x.shape[3]) if is_there else ()
+    support = Support(call.support.got, ("hyper_connection_bwd",), archs)
+    use = choose_backward(call.use, support.built)
+    if use == KernelUse.NEVER:
+        return Differentiable(call, Function(_gradient, call.params))
+    keeping = Call(_KEEPING, use, call.params, call.support)
+    return Differentiable(call, Call(_BACKWARD, use, call.params, support), Keeping, keeping)
 
 
 def _support(x: jax.Array) -> Support:
@@ -141,7 +156,7 @@ def _definition(*operands: jax.Array, **params: Any) -> Arrays:
 
 
 def _kernel(*operands: jax.Array, **params: Any) -> Arrays:
-    return raw.hyper_connection(*operands[:5], *(a[0] for a in operands[5:]), **params)
+    return raw.hyper_connection(*operands[:5], *(a[0] for a in operands[5:]), **params)[:5]
 
 
 def _gradient(*operands: jax.Array, **params: Any) -> Arrays:
@@ -150,19 +165,43 @@ def _gradient(*operands: jax.Array, **params: Any) -> Arrays:
     return gradients
 
 
-_OP = Op(
+def _keeping(*operands: jax.Array, **params: Any) -> Arrays:
+    """The definition keeps nothing: its gradient begins anew."""
+    made = _definition(*operands, **params)
+    zeros = jnp.zeros((*made[2].shape[:2], NUMBERS)), jnp.zeros(made[2].shape[:2])
+    return *made, made[0], *vary(zeros, varying(operands))
+
+
+def _backward(*operands: jax.Array, **params: Any) -> Arrays:
+    return _gradient(*operands[:9], *operands[9 + len(_KEPT) :], **params)
+
+
+_OPERANDS = (
+    *(Axes("x", "b s_q streams hidden"), Axes("y", "b s_q hidden"), Axes("post", "b s_q streams")),
+    *(Axes("mix", "b s_q streams goes_to"), Axes("taken", "b s_q n_taken")),
+    *(Axes("fn", f"{ONE_OR_B} numbers streams hidden"), Axes("scale", f"{ONE_OR_B} parts")),
+    *(Axes("base", f"{ONE_OR_B} numbers"), Axes("norm", f"{ONE_OR_B} hidden")),
+)
+_RESULTS = (
+    *(Axes("x", "b s_q streams hidden"), Axes("z", "b s_q hidden"), Axes("pre", "b s_q streams")),
+    *(Axes("post", "b s_q streams"), Axes("mix", "b s_q streams goes_to")),
+)
+_KEPT = (Axes("new_x", "b s_q streams hidden"), Axes("totals", "b s_q numbers"), Axes("squares", "b s_q"))
+_OP = Op("hyper_connection", _OPERANDS, _RESULTS, _definition, _kernel, is_mapped=False)
+_KEEPING = Op(
     "hyper_connection",
-    (
-        *(Axes("x", "b s_q streams hidden"), Axes("y", "b s_q hidden"), Axes("post", "b s_q streams")),
-        *(Axes("mix", "b s_q streams goes_to"), Axes("taken", "b s_q n_taken")),
-        *(Axes("fn", f"{ONE_OR_B} numbers streams hidden"), Axes("scale", f"{ONE_OR_B} parts")),
-        *(Axes("base", f"{ONE_OR_B} numbers"), Axes("norm", f"{ONE_OR_B} hidden")),
-    ),
-    (
-        *(Axes("x", "b s_q streams hidden"), Axes("z", "b s_q hidden"), Axes("pre", "b s_q streams")),
-        *(Axes("post", "b s_q streams"), Axes("mix", "b s_q streams goes_to")),
-    ),
-    _definition,
-    _kernel,
+    _OPERANDS,
+    (*_RESULTS, *_KEPT),
+    _keeping,
+    hyper_connection_training.forward,
+    is_mapped=False,
+)
+_BACKWARD = Op(
+    "hyper_connection",
+    (*_OPERANDS, *_KEPT, *(axes._replace(name=f"d{axes.name}") for axes in _RESULTS)),
+    _OPERANDS,
+    _backward,
+    hyper_connection_training.gradient,
+    part="gradient",
     is_mapped=False,
 )

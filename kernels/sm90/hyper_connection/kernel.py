@@ -34,9 +34,7 @@ from kernels.lib.ptx import (
     address_in,
     arrive_in_cluster_if_zero,
     bits_of,
-    copy_bulk,
     float_of,
-    load_four_words,
     load_shared,
     load_shared_four,
     load_shared_words,
@@ -51,14 +49,28 @@ from kernels.lib.ptx import (
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
 
+from .common import (
+    MIX,
+    UPPER,
+    WORDS,
+    inverse_rms,
+    joined_word,
+    load_fn,
+    mixed_word,
+    numbers_of,
+    of_quad,
+    pair,
+    pair_bits,
+    put_numbers,
+    put_words,
+    sigmoid,
+    words_of,
+)
 from .config import CLUSTER, GROUP, GROUPS, NUMBERS, PITCH, STREAMS, SUMS, TOKENS, VECTOR, Config
 
 OF_CHANNELS = 1  # the named barrier of all warps that have channels
-UPPER = -(1 << 13)  # the bits that tf32 has of float32
-WORDS = VECTOR // 2  # of a lane's channels of a token's stream
 BLOCKS = NUMBERS // 8  # of a token's numbers: columns of a product
 PLACE = 4 * PITCH  # bytes of a token's sums
-MIX = STREAMS * STREAMS
 RATES = NUMBERS + 4  # float32 numbers: of base, then of scale
 
 
@@ -87,6 +99,8 @@ class Made(NamedTuple):
     pre: cute.Pointer
     post: cute.Pointer
     mix: cute.Pointer
+    totals: cute.Pointer  # float32 [tokens, NUMBERS]: fn x', which the gradient takes
+    squares: cute.Pointer  # float32 [tokens]: the sum of those of x', too
 
 
 class Numbers(NamedTuple):
@@ -117,6 +131,8 @@ class HyperConnectionSm90(Kernel):
         new_pre: cute.Pointer,
         new_post: cute.Pointer,
         new_mix: cute.Pointer,
+        totals: cute.Pointer,
+        squares: cute.Pointer,
         tokens: Int32,
         has_taken: Int32,
         iterations: Int32,
@@ -126,7 +142,8 @@ class HyperConnectionSm90(Kernel):
         stream: cuda.CUstream,
     ):
         before, matrix = Before(x, y, post, mix, taken), Matrix(fn, scale, base, norm)
-        made, n = Made(new_x, z, new_pre, new_post, new_mix), Numbers(tokens, has_taken, iterations, eps, hc_eps)
+        made = Made(new_x, z, new_pre, new_post, new_mix, totals, squares)
+        n = Numbers(tokens, has_taken, iterations, eps, hc_eps)
         self.launch(before, matrix, made, n, ctas=ctas, stream=stream, cluster=CLUSTER)
 
     @cute.kernel
@@ -155,7 +172,7 @@ class HyperConnectionSm90(Kernel):
         cute.arch.cluster_arrive()
         tiles, step = ceil_div(n.tokens, Int32(TOKENS)), cute.arch.grid_dim()[0] // CLUSTER
         if warp == c.warps:  # at once: launches do not overlap, so fn is there
-            self.load_fn(fn, barriers, matrix, rank)
+            load_fn(c, fn, barriers, matrix.fn, rank)
             self.load_rates(rates, matrix)
         cute.arch.griddepcontrol_wait()
         cute.arch.cluster_wait()  # barriers of all CTAs are there
@@ -177,18 +194,6 @@ class HyperConnectionSm90(Kernel):
             else:
                 self.finish(of_tile, rates, made, rank, first, n)
         cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def load_fn(self, fn: Int32, barriers: cute.Pointer, matrix: Matrix, rank: Int32):
-        """A warp loads fn of a CTA's channels, stream by stream, a lane a row."""
-        c, lane = self.config, cute.arch.lane_idx()
-        for i in cutlass.range_constexpr(STREAMS):
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, NUMBERS * 4 * c.channels)
-            cute.arch.sync_warp()
-            if lane < NUMBERS:
-                row = matrix.fn + ((Int64(lane) * STREAMS + i) * c.hidden + rank * c.channels)
-                copy_bulk(fn + i * c.stream_bytes + lane * c.row_bytes, row.toint(), 4 * c.channels, barriers + i)
 
     @cute.jit
     def load_rates(self, rates: Int32, matrix: Matrix):
@@ -228,10 +233,7 @@ class HyperConnectionSm90(Kernel):
             post, mix = shares[half]
             for i in cutlass.range_constexpr(STREAMS):
                 for w in cutlass.range_constexpr(WORDS):
-                    total = [post[i] * v for v in pair(y[w])]
-                    for j in cutlass.range_constexpr(STREAMS):
-                        total = [t + mix[STREAMS * j + i] * v for t, v in zip(total, pair(xs[j][w]), strict=True)]
-                    streams[w, half, i, group] = round_pair(total[0], total[1], self.dtype)
+                    streams[w, half, i, group] = mixed_word(i, w, y, xs, post, mix, self.dtype)
                 if tokens[half] < n.tokens:
                     target = made.x + ((at[half] * STREAMS + i) * c.hidden + self.channel(rank, group))
                     put_words(target, streams[None, half, i, group])
@@ -350,11 +352,9 @@ class HyperConnectionSm90(Kernel):
             of_row = Float32(0.0)
             for group in cutlass.range_constexpr(GROUPS):
                 for w in cutlass.range_constexpr(WORDS):
-                    total = [Float32(0.0), Float32(0.0)]
-                    for i in cutlass.range_constexpr(STREAMS):
-                        of_stream = pair(streams[w, half, i, group])
-                        total = [t + pre[i] * v for t, v in zip(total, of_stream, strict=True)]
-                    joined[w, half, group] = round_pair(total[0], total[1], self.dtype)
+                    joined[w, half, group] = joined_word(
+                        [streams[w, half, i, group] for i in range(STREAMS)], pre, self.dtype
+                    )
                     u, v = pair(joined[w, half, group])
                     of_row = of_row + u * u + v * v
             of_row = of_quad(of_row)
@@ -395,12 +395,14 @@ class HyperConnectionSm90(Kernel):
         token = first + of_rank
         if (lane < TOKENS // CLUSTER) & (token < n.tokens):
             place = totals + of_rank * PLACE
-            factor = inverse_rms(load_shared(place + 4 * NUMBERS), STREAMS * c.hidden, n.eps)
+            squares = load_shared(place + 4 * NUMBERS)
+            factor = inverse_rms(squares, STREAMS * c.hidden, n.eps)
             at, mix = Int64(token), cute.make_rmem_tensor(MIX, Float32)
             for block in cutlass.range_constexpr(NUMBERS // STREAMS):  # of pre, of post, then rows of the mix
                 scale = load_shared(rates + 4 * (NUMBERS + min(block, 2))) * factor
-                of_block = zip(load_shared_four(place + block * 16), load_shared_four(rates + block * 16), strict=True)
-                numbers = [x * scale + y for x, y in of_block]
+                of_block = load_shared_four(place + block * 16)
+                put_numbers(made.totals + (at * NUMBERS + block * 4), of_block)
+                numbers = [x * scale + y for x, y in zip(of_block, load_shared_four(rates + block * 16), strict=True)]
                 if cutlass.const_expr(block < 2):
                     target, times, more = (made.pre, 1.0, n.hc_eps) if block == 0 else (made.post, 2.0, Float32(0.0))
                     for i, x in enumerate(numbers):
@@ -413,6 +415,7 @@ class HyperConnectionSm90(Kernel):
                     inverse = 1.0 / (powers[0] + powers[1] + powers[2] + powers[3])
                     for j, x in enumerate(powers):
                         mix[STREAMS * (block - 2) + j] = x * inverse + n.hc_eps
+            store(made.squares + at, squares)
             divide_by_sums(mix, STREAMS, 1, n.hc_eps)
             for _ in cutlass.range(n.iterations - 1, unroll=1):
                 divide_by_sums(mix, 1, STREAMS, n.hc_eps)
@@ -422,7 +425,7 @@ class HyperConnectionSm90(Kernel):
 
     def examples(self, variant: HyperConnection) -> tuple:
         given = pointers(variant.dtype, "x", "y", *["float32"] * 7)
-        made = pointers(variant.dtype, "x", "z", *["float32"] * 3)
+        made = pointers(variant.dtype, "x", "z", *["float32"] * 5)
         return *given, *made, i32(), i32(), i32(), Float32(1e-6), Float32(1e-6), i32()
 
 
@@ -439,11 +442,6 @@ def divide_by_sums(mix: cute.Tensor, step: int, stride: int, eps: Float32) -> No
         inverse = cute.arch.rcp_approx((a + b) + (c + d) + eps)
         for x in of_sum:
             mix[x] = mix[x] * inverse
-
-
-def inverse_rms(squares: Float32, count: int, eps: Float32) -> Float32:
-    """1 / sqrt(mean + eps) of the sum of so many squares."""
-    return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
 
 
 @cute.jit
@@ -472,43 +470,6 @@ def send(words: cute.Tensor, here: Int32, barrier: cute.Pointer) -> None:
     bits = tuple(Uint32(bits_of(words[k])) for k in range(4))
     for i in range(CLUSTER):
         send_words(address_in(here, Int32(i)), bits, address_in(barrier.toint(), Int32(i)))
-
-
-def sigmoid(x: Float32) -> Float32:
-    return cute.arch.rcp_approx(1.0 + exp2(-x * LOG2_E))
-
-
-def of_quad(x: Float32) -> Float32:
-    """The sum over the four lanes that share a row of a product."""
-    for offset in (1, 2):
-        x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
-    return x
-
-
-def pair_bits(word: Uint32) -> tuple[Int32, Int32]:
-    """A pair of bfloat16 as the bits of two float32."""
-    return Int32(word << Uint32(16)), Int32(word & Uint32(0xFFFF0000))
-
-
-def pair(word: Uint32) -> tuple[Float32, Float32]:
-    low, high = pair_bits(word)
-    return float_of(low), float_of(high)
-
-
-def words_of(source: cute.Pointer) -> list[Uint32]:
-    """The words of a lane's channels, loaded where this stands."""
-    return [Uint32(word) for word in load_four_words(source.toint())]
-
-
-def put_words(target: cute.Pointer, words: cute.Tensor) -> None:
-    place = cute.recast_ptr(target, dtype=Uint32).align(16)
-    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(WORDS)))
-
-
-def numbers_of(source: cute.Pointer, count: int) -> list[Float32]:
-    """float32 numbers, a multiple of four, loaded where this stands: those of all tiles would fill registers."""
-    place = source.toint()
-    return [float_of(word) for i in range(0, count, 4) for word in load_four_words(place + 4 * i)]
 
 
 def compile(variant: HyperConnection, out_dir: Path) -> Compiled:
