@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.attend import attend
-from .._dispatch.paged import PagedSource
-from .._dispatch.sources import SpanSource
+from .._dispatch.sources import PagedSource, SpanSource
 
 
 def gqa_decode(

@@ -7,6 +7,8 @@ from kernels.lib.rows import PUBLISHED
 
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
+TILE_N_OF_PAGES = {64: 128, 128: 128, 256: 64}  # whole boxes of any size
+BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
 @dataclass(frozen=True)
@@ -16,15 +18,24 @@ class Config:
     d: int
     dtype: str
     sources: tuple[str, ...] = ("span",)
-    stages: int = 2  # stages of K and of V
     gathers: bool = False
     shared_kv: bool = False
     cluster: int = 1
 
     @property
+    def paged(self) -> bool:
+        """True if keys are in pages: of a step, which has few rows, and whose time is that of reading keys."""
+        return self.sources == ("pages",)
+
+    @property
+    def stages(self) -> int:
+        """Stages of K and of V."""
+        return 4 if self.paged and self.d == 64 else 2
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups, of 64 rows each."""
-        return 3 if self.d == 64 else 2
+        return 3 if self.d == 64 and not self.paged else 2
 
     @property
     def tile_m(self) -> int:
@@ -32,12 +43,12 @@ class Config:
 
     @property
     def tile_n(self) -> int:
-        return TILE_N[self.d]
+        return (TILE_N_OF_PAGES if self.paged else TILE_N)[self.d]
 
     @property
     def few(self) -> int:
         """At most this many keys are few: a window of 128 for 16 queries."""
-        return {128: 144}.get(self.d, 0)
+        return 144 if self.d == 128 and not self.paged else 0
 
     @property
     def threads(self) -> int:
