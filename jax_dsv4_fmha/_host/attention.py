@@ -3,6 +3,7 @@
 An op says where keys come from. Its operands are the keys, for each source which of them a query sees, and a sink:
 
     mha_fwd           k, v, start, stop, sink                              k and v [b, s_kv, h_kv, d]
+    mha_fwd_paged     k, v, start, stop, k_pages, v_pages, sink            k and v [pages, page, h_kv, d]
     mla_span_fwd      kv, start, stop, sink                                kv [b, s_kv, h_kv, d], which is K and V
     mla_sparse_fwd    kv, indices, length, sink                            kv [b, s_kv, d], or a pool [s_kv, d]
     csa_fwd           window_kv, start, stop, kv, indices, length, sink    window_kv [b, s_w, d]
@@ -13,6 +14,8 @@ An op says where keys come from. Its operands are the keys, for each source whic
 - A selection: query i sees the keys that `indices[i, :length[i]]` name, int32 `[b, s_q, topk >= 1]` and `[b, s_q]`.
   An entry outside of `[0, s_kv)` is absent. Pools of `dsv4_decode`, and of `mla_sparse_fwd` with d_v, may be packed:
   uint8 `[pages, bytes]`, where index i means entry i % n of page i // n (`_definitions/packed.py`).
+- Pages: key j of a sequence is key j % page of page `k_pages[j // page]`, int32 `[b, width]`, and its value the same of
+  `v_pages`. What a query sees has pages, and a page a multiple of 8 keys.
 - sink: float32 `[h_q]`, -inf for none.
 
 A mode may change them:
@@ -117,13 +120,16 @@ def _left_by_columns(q: jax.Array, room: int) -> tuple[jax.ShapeDtypeStruct, ...
 
 def _sources(op: str, operands: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
     """The keys of each source, and its starts or its indices."""
-    operands = operands[1:] if op == "mha_fwd" else operands  # v is like k
-    count = len(operands) // 3  # after the sources comes a sink, and one more operand at most
+    operands = operands[1:] if op.startswith("mha_fwd") else operands  # v is like k
+    count = 1 if op.startswith("mha_fwd") else len(operands) // 3  # after the sources comes a sink, and one more operand at most
     return list(zip(operands[: 3 * count : 3], operands[1 : 3 * count : 3], strict=True))
 
 
 def keys_of(op: str, operands: Sequence[jax.Array]) -> list[Any]:
     """The keys that a query may see of each source, at most."""
+    if op == "mha_fwd_paged":
+        pool, *_, table, _ = operands
+        return [pool.shape[1] * table.shape[1]]
     return [seen.shape[2] if seen.ndim == 3 else keys.shape[1] for keys, seen in _sources(op, operands)]
 
 
