@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import Cache, Span, explain, fmha, gqa_decode
 from jax_dsv4_fmha._testing.attention import HeadsStepCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from tests.helpers import assert_right, collectives, normal
+from tests.helpers import assert_right, assert_right_twice, collectives, normal
 
 STEPS = [case for case in CASES if case.op == HeadsStepCase.op]
 B, S_Q, H, H_KV, D, PAGE = 2, 3, 8, 4, 16, 3
@@ -287,3 +287,19 @@ def test_where_there_is_no_kernel(on_hopper, how, words):
     assert decision.implementation == "reference" and words in decision.reason, decision
     with pytest.raises(NotImplementedError, match="gqa_decode: implementation: got 'cubin' for"):
         jax.eval_shape(functools.partial(gqa_decode, implementation="cubin"), *x)
+
+
+def test_cases_hold_what_steps_have():
+    assert {c.d for c in STEPS} == {64, 128, 256} and {c.page for c in STEPS} >= {0, 7, 8, 16, 24, 64, 128}
+    assert {c.h_q // c.h_kv for c in STEPS} >= {1, 7, 8, 16} and {c.s_q for c in STEPS} >= {1, 2, 3, 8}
+    for case in STEPS:
+        if "nan" in case.features and case.s_kv <= 500:
+            (_, *caches), _ = case.operands()
+            assert all(jnp.isnan(x.entries).all(-1).any() for x in caches), case.id
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("case", [c for c in STEPS if c.has_kernel], ids=lambda case: case.id)
+def test_kernel(case):
+    assert_right_twice(case)

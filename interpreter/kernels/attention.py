@@ -144,7 +144,11 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        v = values_of(k, variant.mode.d_v or d) if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
+        v = (
+            values_of(k, variant.mode.d_v or d)
+            if not variant.op.startswith("mha_fwd")
+            else normal(0.125, b, s_kv, h_kv, d)
+        )
         looked_at = any_query(seen[-1])
         if in_order:  # a tile of rows loads what is between them too (docs/semantics.md)
             looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]

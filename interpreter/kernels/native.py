@@ -92,7 +92,7 @@ class Shape(NamedTuple):
     splits: int = 1
     page: int = 64  # entries of packed keys, or keys of a page
     d_v: int = 0  # 0 for d
-    pages: int = 0  # of a pool of keys
+    pages: int = 1  # of a pool of keys
 
 
 # ---- C++ structs

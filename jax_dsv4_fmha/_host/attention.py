@@ -121,7 +121,9 @@ def _left_by_columns(q: jax.Array, room: int) -> tuple[jax.ShapeDtypeStruct, ...
 def _sources(op: str, operands: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
     """The keys of each source, and its starts or its indices."""
     operands = operands[1:] if op.startswith("mha_fwd") else operands  # v is like k
-    count = 1 if op.startswith("mha_fwd") else len(operands) // 3  # after the sources comes a sink, and one more operand at most
+    count = (
+        1 if op.startswith("mha_fwd") else len(operands) // 3
+    )  # after the sources comes a sink, and one more operand at most
     return list(zip(operands[: 3 * count : 3], operands[1 : 3 * count : 3], strict=True))
 
 

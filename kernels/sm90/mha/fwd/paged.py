@@ -27,6 +27,8 @@ from .config import BOX, CLEARERS, LARGEST_BOX, Config
 from .kernel import MhaFwdSm90, key_tiles
 from .smem import Barriers, Shared
 
+BOX_BITS = BOX.bit_length() - 1
+
 
 class PagedOperands(NamedTuple):
     """Query i sees the keys start[i] <= j < stop[i] of s_kv; key j is in page pages[j // page]."""
@@ -129,27 +131,28 @@ class MhaFwdPagedSm90(MhaFwdSm90):
             first = t * boxes % WARP
             if first == 0:
                 key = span.first_key(t) + lane * x.box
-                k_page, v_page, row = Int32(-1), Int32(-1), key % x.page
+                which = key // x.page
+                k_page, v_page, row = Int32(-1), Int32(-1), (key - which * x.page) >> BOX_BITS
                 if key < span.hi:
-                    k_page, v_page = load(x.k_pages + (table + key // x.page)), load(x.v_pages + (table + key // x.page))
-            self.load_tile(keys, smem.k, bar.k, tile, k_page, row, fills0 + t, first, boxes)
-            self.load_tile(values, smem.v, bar.v_landed, tile, v_page, row, fills0 + t, first, boxes)
+                    k_page, v_page = load(x.k_pages + (table + which)), load(x.v_pages + (table + which))
+            self.load_tile(keys, smem.k, bar.k, tile, k_page, row, fills0 + t, first, boxes, x.box >> BOX_BITS)
+            self.load_tile(values, smem.v, bar.v_landed, tile, v_page, row, fills0 + t, first, boxes, x.box >> BOX_BITS)
 
     @cute.jit
-    def load_tile(self, pool, tiles, ring, tile, page, row, fill, first, boxes):
-        """One tile of K or of V: boxes whose places lanes from `first` on know."""
+    def load_tile(self, pool, tiles, ring, tile, page, row, fill, first, boxes, step):
+        """One tile of K or of V: boxes whose places lanes from `first` on know; rows and steps are of BOX keys."""
         c, (atom, m) = self.config, pool
         state = ring.at(fill)
         state.wait_empty()
         with cute.arch.elect_one():
             state.expect_full(c.key_tile_bytes)
-        of_boxes = cute.local_tile(tiles, (BOX, c.d), (None, 0, None))
-        for i in cutlass.range(boxes, unroll=1):
-            its_page, its_row = (cute.arch.shuffle_sync(place, first + i) for place in (page, row))
+        of_boxes, at = cute.local_tile(tiles, (BOX, c.d), (None, 0, None)), Int32(0)
+        for i in cutlass.range(first, first + boxes, unroll=1):
+            its_page, its_row = (cute.arch.shuffle_sync(place, i) for place in (page, row))
             rows = cute.local_tile(m[None, None, tile.kv_head, its_page], (BOX, c.d), (None, 0))
             g, s = tma_tiles(atom, rows, of_boxes)
-            at = i * (c.tile_n // boxes) // BOX
-            cute.copy(atom, g[None, its_row // BOX], s[None, at, state.index], tma_bar_ptr=state.full)
+            cute.copy(atom, g[None, its_row], s[None, at, state.index], tma_bar_ptr=state.full)
+            at += step
 
     @cute.jit
     def clear_unseen(self, values: cute.Tensor, stage: Int32, span: PagedSpan, t: Int32, thread: Int32):
