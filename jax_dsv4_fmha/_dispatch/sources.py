@@ -251,13 +251,14 @@ class PagedSource:
 
     def flat(self) -> "PagedSource":
         """All pages as one pool, `[pages, page, h_kv, d]`."""
-        b, pages = self.keys.shape[:2]
+        pools, pages = (self.keys, self.values), self.keys.shape[1]
+        b = next((x.shape[0] for x in pools if x.shape[0] != 1), 1)  # jax.vmap may have mapped one of them
+        keys, values = (jnp.broadcast_to(x, (b, *x.shape[1:])).reshape(-1, *x.shape[2:]) for x in pools)
         first = jnp.arange(b, dtype=jnp.int32)[:, None] * pages
 
         def counted(table: jax.Array) -> jax.Array:
             return table if b == 1 else jnp.where((table >= 0) & (table < pages), first + table, -1)
 
-        keys, values = (x.reshape(-1, *x.shape[2:]) for x in (self.keys, self.values))
         of_keys, of_values = counted(self.key_pages), counted(self.value_pages)
         return dataclasses.replace(self, keys=keys, values=values, key_pages=of_keys, value_pages=of_values)
 
