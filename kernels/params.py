@@ -71,7 +71,7 @@ def params_of_span(i: int) -> Params:
 
 
 def params_of_pages(i: int) -> Params:
-    """Of the tables that name a source's pages."""
+    """The tables that name a source's pages, and their sizes."""
     return each("address", "k_pages", "v_pages", source=i) + each("int32", "width", "page", "box", source=i)
 
 
