@@ -158,17 +158,17 @@ def parts(
     v = None if order or mode == BY_COLUMNS else _splitting(name_of(op, mode), q, **choices)
     if v is None:
         return Parts(0, 1)
-    keys = sum(keys_of(op, operands))
+    keys, chip = sum(keys_of(op, operands)), processors(v.arch)
     if any(seen.ndim == 3 for _, seen in sources):  # a tile of rows has heads of one query
         if op == "dsv4_decode" and (s_q == 1 or all(pool.ndim == 2 for pool, _ in sources)):
             whole = _whole(v, q, keys)
         groups, rows = b * s_q - whole, h_q
     else:
         h_kv = sources[0][0].shape[2] if sources[0][0].ndim == 4 else 1
-        groups, rows = b * h_kv, s_q * h_q // h_kv
+        groups, rows, chip = b * h_kv, s_q * h_q // h_kv, chip * v.ctas
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return Parts(whole, 1)
-    return Parts(whole, split_count(groups * _row_tiles(v, rows), -(-keys // v.tile_n), v.unit, processors(v.arch)))
+    return Parts(whole, split_count(groups * _row_tiles(v, rows), -(-keys // v.tile_n), v.unit, chip))
 
 
 def _whole(v: library.BuiltVariant, q: jax.Array, keys: Any) -> int:

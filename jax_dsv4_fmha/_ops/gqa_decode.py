@@ -134,5 +134,6 @@ def _seen(
     held = [(x >= 0) & (x < pages.shape[0]) for x, pages in zip(tables, (k, v), strict=True)]
     page, begins = k_cache.page, jnp.arange(tables[0].shape[1], dtype=jnp.int32) * k_cache.page
     ends_it = ~(held[0] & held[1])[:, None] & (begins + page > start[..., None])
-    lost = jnp.where(ends_it, jnp.maximum(begins, start[..., None]), k_cache.capacity).min(-1)
-    return PagedSource(k[None], v[None], start, jnp.minimum(stop, lost), *tables)
+    # the least of all in one pass, in which XLA makes stop too
+    stop = jnp.where(ends_it, jnp.clip(begins, start[..., None], stop[..., None]), stop[..., None]).min(-1)
+    return PagedSource(k[None], v[None], start, stop, *tables)

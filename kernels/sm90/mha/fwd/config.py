@@ -7,7 +7,7 @@ from kernels.lib.rows import PUBLISHED
 
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
-TILE_N_OF_PAGES = {64: 128, 128: 128, 256: 64}  # whole boxes of any size
+TILE_N_OF_PAGES = {64: 128, 128: 64, 256: 64}  # whole boxes of any size
 BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
@@ -30,12 +30,19 @@ class Config:
     @property
     def stages(self) -> int:
         """Stages of K and of V."""
-        return 4 if self.paged and self.d == 64 else 2
+        return 2
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of an SM: two, where a step has few keys for each, and hides what one waits for under the other."""
+        return 2 if self.paged and self.d < 256 else 1
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups, of 64 rows each."""
-        return 3 if self.d == 64 and not self.paged else 2
+        if self.ctas == 2:
+            return 1
+        return 3 if self.d == 64 else 2
 
     @property
     def tile_m(self) -> int:
@@ -57,7 +64,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread; together they fill the file of 65536."""
-        return {2: (40, 232), 3: (32, 160)}[self.consumers]
+        return {1: (40, 216), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
     def row_bytes(self) -> int:
@@ -96,7 +103,8 @@ class Config:
 
     @property
     def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+        one = {"min_blocks_per_mp": self.ctas}  # without it ptxas silently drops setmaxnreg
+        return one if self.ctas == 1 else one | {"preferred_smem_carveout": 100}  # otherwise the DSL asks the device
 
     def __post_init__(self):
         if self.d not in TILE_N:

@@ -164,4 +164,5 @@ class MhaFwdPagedSm90(MhaFwdSm90):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return MhaFwdPagedSm90(Config(variant.d, variant.dtype, variant.sources)).compile(variant, out_dir)
+    config = Config(variant.d, variant.dtype, variant.sources)
+    return MhaFwdPagedSm90(config).compile(variant, out_dir, ctas=config.ctas)
