@@ -273,6 +273,13 @@ def test_kernels(on_hopper, kind, name, d, window):
         assert read == written, found  # only another name for the same bytes
 
 
+def test_a_window_is_not_split(on_hopper):
+    """Where few sequences see all of their pages, their keys are split, whose parts another kernel merges."""
+    for window, merged in ((None, True), (128, False)):
+        (decision,) = explain(functools.partial(gqa_decode, window=window), *shapes("paged", b=1, page=4096))
+        assert ("combine" in decision.reason) == merged, decision
+
+
 @pytest.mark.parametrize(
     "how, words",
     [

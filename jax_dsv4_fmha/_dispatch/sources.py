@@ -201,7 +201,7 @@ class SelectionSource:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "start", "stop", "key_pages", "value_pages"),
-    meta_fields=("names",),
+    meta_fields=("names", "width"),
 )
 @dataclasses.dataclass(frozen=True)
 class PagedSource:
@@ -213,6 +213,7 @@ class PagedSource:
       key_pages, value_pages: int32 `[b, width]`: key j is in page `key_pages[j // page]`. A number outside of the pool
         stands for a page that no query sees.
       names: the caller's names of keys and values.
+      width: the most keys that the queries of a batch entry see, as far as they are known while tracing.
     """
 
     keys: jax.Array
@@ -222,6 +223,7 @@ class PagedSource:
     key_pages: jax.Array
     value_pages: jax.Array
     names: tuple[str, str] = ("k_cache", "v_cache")
+    width: int | None = None
     d_v: ClassVar[None] = None
 
     @property

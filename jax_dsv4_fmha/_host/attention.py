@@ -64,6 +64,7 @@ def attention(
     order: int = 0,
     packing: str | None = None,
     eps: float | None = None,
+    most: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention in one call: o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
 
@@ -77,6 +78,7 @@ def attention(
         second one, "v4_fp4" or "v41_fp4", where the first has the FP8 layout of the same model; of `mla_sparse_fwd`
         with d_v: "" or "v32_fp8".
       eps: of the norm, in a rotary mode.
+      most: how many keys the queries of a sequence see at most, where that is known: fewer are split into fewer parts.
     """
     attributes: dict[str, Any] = {"scale": np.float32(scale), "order": np.int64(order)}
     attributes |= {} if packing is None else {"packing": packing}
@@ -86,7 +88,7 @@ def attention(
         results = _left_by_columns(q, tiles_of(keys_of(op, operands)))
         o, lse, *_ = call(target, results, q, *operands, **attributes)
         return o, lse
-    whole, splits = parts(op, mode, q, operands, order=order, packing=packing)
+    whole, splits = parts(op, mode, q, operands, order=order, packing=packing, most=most)
     shape = q.shape
     if whole and shape[1] != 1:  # all queries have keys of the same pools, so each may be a sequence
         window, *window_list, pool, indices, length, sink = operands
@@ -150,7 +152,14 @@ class Parts(NamedTuple):
 
 
 def parts(
-    op: str, mode: Mode, q: jax.Array, operands: Sequence[jax.Array], *, order: int = 0, packing: str | None = None
+    op: str,
+    mode: Mode,
+    q: jax.Array,
+    operands: Sequence[jax.Array],
+    *,
+    order: int = 0,
+    packing: str | None = None,
+    most: int | None = None,
 ) -> Parts:
     """Computes the split of keys in a call of `attention`; without a kernel that splits them there is one part."""
     (b, s_q, h_q, _), sources, whole = q.shape, _sources(op, operands), 0
@@ -168,6 +177,7 @@ def parts(
         groups, rows, chip = b * h_kv, s_q * h_q // h_kv, chip * v.ctas
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return Parts(whole, 1)
+    keys = keys if most is None else min(keys, most)
     return Parts(whole, split_count(groups * _row_tiles(v, rows), -(-keys // v.tile_n), v.unit, chip))
 
 

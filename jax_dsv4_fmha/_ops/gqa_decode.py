@@ -136,4 +136,5 @@ def _seen(
     ends_it = ~(held[0] & held[1])[:, None] & (begins + page > start[..., None])
     # the least of all in one pass, in which XLA makes stop too
     stop = jnp.where(ends_it, jnp.clip(begins, start[..., None], stop[..., None]), stop[..., None]).min(-1)
-    return PagedSource(k[None], v[None], start, stop, *tables)
+    width = window + s_q - 1 if window is not None and isinstance(s_q, int) else None
+    return PagedSource(k[None], v[None], start, stop, *tables, width=width)
