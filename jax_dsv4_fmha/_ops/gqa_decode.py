@@ -33,7 +33,8 @@ def gqa_decode(
 
     An entry has the numbers of all KV heads, one head after the other: new ones are
     `k_cache.append(k.reshape(b, s_q, h_kv * d), positions)`. A query sees no entry after one without room or without a
-    page. So pages before a window may be gone; a cache is no ring here.
+    page. So pages before a window may be gone; a cache is no ring here. On a mesh heads may be sharded, those of caches
+    on Auto axes.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
