@@ -226,7 +226,9 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
     shape.sources[i] = {.kind = call.target->sources[i],
                         .s_kv = k[is_pool ? 0 : 1],
                         .s_batch = is_pool ? 0 : k[1],
-                        .topk = from.size() == 3 ? from[2] : 0};
+                        .topk = from.size() == 3 ? from[2] : 0,
+                        .pages = 0};
+    if (call.target->sources[i] == kPages) shape.sources[i].s_kv = n.width * n.page, shape.sources[i].pages = n.pages;
   }
   return shape;
 }

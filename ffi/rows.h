@@ -32,18 +32,20 @@ struct Tiling {
   uint32_t grid;
 };
 
-// Where keys come from.  A span is one interval of keys per query.  A selection is a list of keys per query, gathered
+// Where keys come from.  A span is one interval of keys per query, pages are the same of keys in pages of a pool.  A
+// selection is a list of keys per query, gathered
 // by index.  A packed source is a selection of keys of 8 bits or fewer.  TMA loads a span if all sources are spans;
 // otherwise the kernel gathers it too.
-enum SourceKind : int64_t { kSpan, kSelection, kPacked };
+enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages };
 
 constexpr int kMaxSources = 2;
 
 struct SourceShape {
   int64_t kind, s_kv;
-  // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys, between pages.
+  // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys and kPages, between pages.
   int64_t s_batch;
-  int64_t topk;  // entries of a selection
+  int64_t topk;   // entries of a selection
+  int64_t pages;  // of a pool of kPages
 };
 
 // What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q. Their first d_v numbers are values.
@@ -177,6 +179,15 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
+// abi.params_of_pages: an array [pages, page, h_kv, d] as [d, page, h_kv, pages], of which a box has some keys of a page.
+inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t box, void* address) {
+  shape.b = source.pages;
+  return Keys(shape, source.s_batch, box, address);
+}
+
+// The keys of such a box: as many as divide a page, up to one of swizzled rows that divides every tile of keys.
+inline int64_t BoxOfPage(int64_t page) { return std::min<int64_t>(page & -page, 64); }
+
 // The same array as tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
 // t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
 inline TensorArgument CutKeys(const RowShape& shape, int64_t s_kv, int64_t tile_n, void* address) {
@@ -216,14 +227,26 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   if (tiles.gathers && source.s_batch > kMaxExtent / shape.b) {  // rows are counted in 32 bits
     return TooLarge("b * " + s_kv, shape.b * source.s_batch, kMaxExtent);
   }
-  if (source.kind != kSpan) {
+  static constexpr int64_t kLeastBox = 8;  // this many rows are swizzled alike
+  const int64_t box = BoxOfPage(source.s_batch);
+  if (source.kind == kPages) {
+    if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
+    if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
+    if (shape.h_kv > max_heads / source.s_batch) {
+      return TooLarge("page * h_kv", source.s_batch * shape.h_kv, max_heads);
+    }
+  } else if (source.kind != kSpan) {
     if (std::string error = OutOfRange("topk", source.topk); !error.empty()) return error;
   } else if (!tiles.gathers && shape.h_kv > max_heads / source.s_kv) {
     return TooLarge(s_kv + " * h_kv", source.s_kv * shape.h_kv, max_heads);
   }
   if constexpr (requires { x->k.map; }) {
-    x->k = tiles.gathers ? GatheredKeys(shape, source, at.k) : Keys(shape, source.s_kv, tiles.tile_n, at.k);
-    x->v = Keys(shape, source.s_kv, tiles.tile_n, at.v);
+    const bool in_pages = source.kind == kPages;
+    const auto keys = [&](void* address) {
+      return in_pages ? Pages(shape, source, box, address) : Keys(shape, source.s_kv, tiles.tile_n, address);
+    };
+    x->k = tiles.gathers ? GatheredKeys(shape, source, at.k) : keys(at.k);
+    x->v = keys(at.v);
     x->cut_k = CutKeys(shape, source.s_kv, tiles.tile_n, at.k);
   } else {
     x->k = at.k;
@@ -232,6 +255,11 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   x->stop = x->length = at.to;
   x->s_batch = I32(source.s_batch), x->topk = I32(source.topk);
   x->s_kv = I32(source.s_kv);
+  if constexpr (requires { x->k_pages; }) {
+    x->k_pages = at.k_pages, x->v_pages = at.v_pages;
+    x->page = I32(source.s_batch), x->box = I32(box);
+    x->width = I32(source.s_kv / std::max<int64_t>(source.s_batch, 1));
+  }
   return "";
 }
 

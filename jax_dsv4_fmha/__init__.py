@@ -15,6 +15,7 @@ from ._ops.dot_product_attention import dot_product_attention
 from ._ops.dsv4 import dsv4_attention
 from ._ops.fmha import fmha
 from ._ops.fused_moe import fused_moe
+from ._ops.gqa_decode import gqa_decode
 from ._ops.hyper_connection import HyperConnection, hyper_connection
 from ._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
 from ._ops.indexer_training import indexer_loss, indexer_scores
@@ -42,6 +43,7 @@ __all__ = [
     "explain",
     "fmha",
     "fused_moe",
+    "gqa_decode",
     "head_summed_probabilities",
     "hyper_connection",
     "indexer_blocks",

@@ -40,6 +40,7 @@ __all__ = [
     "dsv4_attention",
     "dsv4_decode",
     "fmha",
+    "gqa_decode",
     "indexer_blocks",
     "indexer_loss",
     "indexer_scores",
@@ -355,6 +356,35 @@ def mla_decode(
     indices = jnp.broadcast_to(indices, there.shape)
     there &= jax.vmap(lambda held, at: held[at])(held, jnp.where(there, indices, 0))
     o, lse = sparse_fmha(q, entries, jnp.where(there, indices, -1), d_v=d_v, sink=sink, scale=scale)
+    return o, lse
+
+
+@functools.partial(jax.jit, static_argnames=("window", "scale"))
+def gqa_decode(
+    q: jax.Array,
+    k_cache: Cache,
+    v_cache: Cache,
+    lengths: Any,
+    *,
+    window: int | None = None,
+    sink: jax.Array | None = None,
+    q_offset: Any = None,
+    scale: float | None = None,
+) -> Attention:
+    """Attention over what caches of K and of V hold; see `jax_dsv4_fmha.gqa_decode`."""
+    b, s_q, _, d = q.shape
+    lengths = jnp.maximum(jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), b), 0)[:, None]
+    first = lengths - s_q if q_offset is None else jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), b)[:, None]
+    position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
+    (k, held), (v, also_held) = map(_entries, (k_cache, v_cache))
+    held, room = held & also_held, held.shape[1]
+    start = jnp.zeros_like(position) if window is None else jnp.clip(position - (window - 1), 0, room)
+    lost = jnp.arange(room, dtype=jnp.int32)[None, None]
+    lost = jnp.where(held[:, None] | (lost < start[..., None]), room, lost).min(-1)  # the first entry that is not there
+    is_query = (position >= 0) & (position < lengths)
+    stop = jnp.where(is_query, jnp.minimum(position + 1, lost), 0)
+    k, v = (x.reshape(b, room, -1, d) for x in (k, v))
+    o, lse = fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
     return o, lse
 
 

@@ -143,7 +143,7 @@ class Forward(Variant):
     @property
     def shared_kv(self) -> bool:
         """True if one array is both K and V."""
-        return self.op != "mha_fwd"
+        return not self.op.startswith("mha_fwd")
 
     @property
     def gathers(self) -> bool:
@@ -211,8 +211,9 @@ class Forward(Variant):
 
 
 FORWARD_OPS = {  # the sources of keys of each op, in the order in which they are walked:
-    # "span" (an interval per query) or "selection" (a list of indices per query)
+    # "span" (an interval per query), "pages" (the same of keys in pages) or "selection" (a list of indices per query)
     "mha_fwd": ("span",),  # K and V separate
+    "mha_fwd_paged": ("pages",),  # the same
     "mla_span_fwd": ("span",),
     "mla_sparse_fwd": ("selection",),
     "csa_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k

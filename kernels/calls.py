@@ -123,6 +123,13 @@ SOURCES = {
         array("v: T[b s_kv h_kv d]", "v", source=0),
         *SPAN_OF_HEADS[1:],
     ),
+    "mha_fwd_paged": (
+        array("k: T[pages page h_kv d]", "k", source=0),
+        array("v: T[pages page h_kv d]", "v", source=0),
+        *SPAN_OF_HEADS[1:],
+        array("k_pages: s32[b width]", "k_pages", source=0),
+        array("v_pages: s32[b width]", "v_pages", source=0),
+    ),
     "mla_span_fwd": SPAN_OF_HEADS,
     "mla_sparse_fwd": selection(0, "kv", "b s_kv d"),
     "csa_fwd": window_and("csa_fwd"),
@@ -236,8 +243,7 @@ KEPT_BY_INSERTION = (
 place other calls may have theirs."""
 
 TARGETS = (
-    attention("mha_fwd"),
-    attention("mla_span_fwd"),
+    *map(attention, ("mha_fwd", "mha_fwd_paged", "mla_span_fwd")),
     attention("mla_span_fwd", FEW_HEADS, span(0, "kv", "b s_kv d")),
     *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),

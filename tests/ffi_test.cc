@@ -47,7 +47,9 @@ struct Arrays {
     call.sources[0] = {.k = Of("k", k, ffi::BF16, offset_of_k),
                        .v = Of("v", k, ffi::BF16),
                        .from = Of("start", rows, ffi::S32),
-                       .to = Of("stop", rows, ffi::S32)};
+                       .to = Of("stop", rows, ffi::S32),
+                       .k_pages = {},
+                       .v_pages = {}};
     call.o = Of("o", q, ffi::BF16), call.lse = Of("lse", lse, ffi::F32);
     call.o_parts = Of("o_parts", o_parts, ffi::F32), call.lse_parts = Of("lse_parts", parts, ffi::F32);
     return call;

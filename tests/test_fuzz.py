@@ -30,6 +30,7 @@ from jax_dsv4_fmha import (
     dsv4_decode,
     fmha,
     fused_moe,
+    gqa_decode,
     hyper_connection,
     indexer_scores,
     lightning_indexer,
@@ -145,6 +146,12 @@ def _latent_step(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return mla_decode(x["q"], cache, x["lengths"], _listed(x), **how, implementation=i)
 
 
+def _heads_step(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
+    caches = [Cache(x[name], x.get(table)) for name, table in (("keys", "table"), ("values", "table2"))]
+    how = {"window": how["window"], "sink": x.get("sink"), "q_offset": x.get("offset")}
+    return gqa_decode(x["q"], *caches, x["lengths"], **how, implementation=i)
+
+
 def _merge(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     return merge([(x["q"], x["lse"]), (x["q2"], x["lse2"])], x.get("sink"))
 
@@ -203,6 +210,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "dsv4_attention": _layer,
     "dsv4_decode": _decode,
     "mla_decode": _latent_step,
+    "gqa_decode": _heads_step,
     "merge": _merge,
     "dot_product_attention": _drop_in,
     "lightning_indexer": _indexer,
@@ -242,6 +250,9 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
     if op == "mla_decode":
         cache = {"window": "ned", "table": "bp"} if how.get("paged") else {"window": "btd"}
         return {**Q, **cache, **rows, "lengths": "b", **({"offset": "b"} if how.get("offset") else {}), **sink}
+    if op == "gqa_decode":
+        entries, tables = ("nej", {"table": "bp", "table2": "bp"}) if how.get("paged") else ("btj", {})
+        return {**Q, "keys": entries, "values": entries, **tables, "lengths": "b", **some, **sink}
     if op == "merge":
         return {**Q, "lse": "bsh", "q2": "bshd", "lse2": "bsh", **sink}
     if op == "dot_product_attention":
@@ -279,6 +290,7 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
         },
         "dsv4_decode": {**layer, "paged": yes, "causal": yes, "offset": yes},
         "mla_decode": {"part": yes, **dict.fromkeys(("paged", "indices", "length", "offset", "sink"), yes)},
+        "gqa_decode": {"window": st.sampled_from([None, 1, 3]), **dict.fromkeys(("paged", "offset", "sink"), yes)},
         "merge": {"sink": yes},
         "dot_product_attention": {
             "sink": yes,
@@ -314,6 +326,7 @@ def operands(case: Case) -> Operands:
         "lengths": (-1, sizes["t"] + 4),
         "offset": (-3, 12),
         "table": (-1, sizes["n"]),
+        "table2": (-1, sizes["n"]),
         "chosen": (-1, 3),
         "words": (0, sizes["w"]),
         "tokens": (-1, sizes["n"] + 1),
@@ -465,14 +478,16 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto", "Explicit"])] * 2))
     symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bstc"]))
     set_mesh = bool(kinds) and draw(st.booleans())
-    gradient = op not in ("dsv4_decode", "mla_decode", "lightning_indexer", "fused_moe") and draw(st.booleans())
+    gradient = op not in ("dsv4_decode", "mla_decode", "gqa_decode", "lightning_indexer", "fused_moe") and draw(
+        st.booleans()
+    )
     # outside of jit, JAX's own code that makes numbers wants a set mesh: in `loss` and around `jax.lax.scan`
     needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh and gradient)
     even = st.sampled_from([2, 4])
     sizes = {a: draw(even) for a in "bs"} if kinds else {a: draw(st.integers(1, 5)) for a in "bs"}
     sizes |= {"k": draw(st.sampled_from([1, 2])), "d": draw(st.sampled_from([4, 8])), "t": draw(st.integers(7, 9))}
     sizes |= {"h": draw(st.sampled_from([2, 4])), "c": draw(st.integers(1, 5)), "x": draw(st.integers(1, 4))}
-    sizes |= {"p": 3, "n": draw(st.integers(3, 7)), "e": 3, **OF_A_MODEL}
+    sizes |= {"p": 3, "n": draw(st.integers(3, 7)), "e": 3, "j": 2 * sizes["d"], **OF_A_MODEL}
     names = list(axes_of(op, how))
     transforms = []
     for kind in draw(st.lists(st.sampled_from(["checkpoint", "vmap", "scan"]), max_size=2)):
@@ -512,7 +527,7 @@ def quick_to_compile():
     jax.clear_caches()
 
 
-SIZES = {"b": 2, "s": 4, "t": 9, "h": 4, "k": 2, "d": 4, "c": 3, "x": 3, "p": 3, "n": 5, "e": 3, **OF_A_MODEL}
+SIZES = {"b": 2, "s": 4, "t": 9, "h": 4, "k": 2, "d": 4, "c": 3, "x": 3, "p": 3, "n": 5, "e": 3, "j": 8, **OF_A_MODEL}
 BATCH_HEADS = (("b", "data"), ("h", "model"), ("k", "model"))
 KEPT = [
     Case(
@@ -568,6 +583,15 @@ KEPT = [
         jit=False,
         kinds=("Explicit", "Explicit"),
         layout=(("b", "model"),),
+    ),
+    Case(
+        "gqa_decode",
+        SIZES | {"s": 2},
+        {"paged": True, "window": 3, "sink": True, "offset": True},
+        ("vmap values table2",),
+        kinds=("Auto", "Explicit"),
+        layout=BATCH_HEADS[:2],
+        x64=True,
     ),
     Case("merge", SIZES, {"sink": True}, ("vmap sink",), gradient=True, x64=True),
     Case(

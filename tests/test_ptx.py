@@ -27,7 +27,7 @@ RUNS = [  # those have the same code as others: one case, which may be of COMPAR
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
     if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or {V41_FP4, V4_FP4} & {*v.sources}))
-    if case != "groups" or v.sources == ("span",)
+    if case != "groups" or v.sources in (("span",), ("pages",))
 ]
 QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("tiles",), "hca_fwd_turned": ("few",)}
 """of kernels that turn q, whose code is else that of others; their other cases are slow together"""

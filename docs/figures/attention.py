@@ -1,9 +1,12 @@
 """Attention forward, its steps, RoPE, and many GPUs."""
 
+import re
+
 from .peers import steps_beside_flashmla
 from .records import (
     DECODE,
     FORWARD,
+    GQA,
     LATENT,
     LAYER,
     NOTED,
@@ -39,6 +42,18 @@ def latent() -> str:
     """Latents of 576 numbers, and of 512 beside them."""
     header = "top-k 2048, causal, or a step of 16 × 32768 keys | µs | TFLOP/s | of the roofline | FlashMLA / ours"
     return table(header, rows_of(LATENT, "latent", "flashmla"))
+
+
+def gqa() -> str:
+    """A row for each head dimension and what a query sees, a column for each batch."""
+    kinds: dict[str, dict[int, str]] = {}
+    for row in suite(GQA, "gqa"):
+        if found := re.match(r"d (\d+) step, (.*) in pages of 64 b(\d+) s1 h64/8$", row["name"]):
+            d, seen, b = found.groups()
+            kinds.setdefault(f"d {d}, {seen} tokens", {})[int(b)] = f"{micro(ours(row))} ({share(row)})"
+    batches = sorted({b for times in kinds.values() for b in times})
+    header = " | ".join(["64 heads, 8 KV heads", *(f"b {b}, µs" for b in batches)])
+    return table(header, ([kind, *(times.get(b, "–") for b in batches)] for kind, times in kinds.items()))
 
 
 CACHES = {None: "bfloat16", "fp8": "FP8", "v4_fp4": "FP8 and FP4", "v41_fp4": "V4.1's FP8 and FP4"}

@@ -22,6 +22,10 @@ MORE = (
     ("a latent that is both K and V, and no other keys", "`fmha(q, kv)`, without v"),
     ("the same, and numbers for RoPE that are K alone", "`fmha` or `sparse_fmha` with `d_v`"),
     ("the same over a cache, of all tokens or of chosen ones: a step", "`mla_decode` over `Cache`"),
+    (
+        "caches of keys and of values, of several heads, as gpt-oss and Llama have them: a step",
+        "`gqa_decode` over `Cache`",
+    ),
     ("an indexer that chooses blocks first, as V4.1's", "`indexer_blocks`, then `lightning_indexer` with `blocks`"),
     ("an indexer to train", "`indexer_loss`, `indexer_scores`, `head_summed_probabilities`"),
     ("parts of attention, over keys that no two share", "`merge`"),

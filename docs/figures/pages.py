@@ -12,6 +12,7 @@ from .records import (
     CUDNN_FRONTEND,
     DECODE,
     FORWARD,
+    GQA,
     GRAD,
     INDEXER,
     LATENT,
@@ -63,6 +64,7 @@ def machine() -> str:
         "layers and steps": ON_H100,
         "long prompts": PROMPTS,
         "latents of 576": LATENT,
+        "steps of GQA": GQA,
     }
     days: dict[tuple[str, ...], list[tuple[str, float, float, int]]] = {}
     for name, data in runs.items():
@@ -178,6 +180,8 @@ def losses() -> str:
             lost += [(ratio, peer, row["name"]) for peer, ratio in pairs if ratio < 0.995]
     lost += [(x, "torch's cuDNN", name) for name, x in NOTED["torch's cuDNN"]["ratios"].items() if x < 0.995]
     rows = [[_said(name), PEER.get(peer, peer), f"{ratio:.2f}"] for ratio, peer, name in sorted(lost)]
+    of_gqa = extent(seconds(row, "cudnn") / ours(row) for row in GQA["rows"] if "cudnn" in row["times"])
+    rows.insert(1, ["steps of GQA, 1 to 256 sequences of 8192 tokens in pages", "cuDNN, contiguous", of_gqa])
     few = row_of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = row_of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
     slow = wrapped(f"""No peer takes these, and they are slow: a prompt of 16 heads over selected keys reaches {share(few)} of the roofline, and the

@@ -35,7 +35,7 @@ FORMS, CUDNN_FRONTEND, LATENT, WHOLE, FP8_PRODUCTS = map(
 )
 
 
-ORDERS, CLOCKS, EXPERTS, RAN = map(load, ("orders", "clocks", "h200_experts", "ran"))
+ORDERS, CLOCKS, EXPERTS, RAN, GQA = map(load, ("orders", "clocks", "h200_experts", "ran", "h200_gqa"))
 OPINIONS = load("opinions")
 
 

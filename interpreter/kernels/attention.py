@@ -29,11 +29,23 @@ class Keys:
     pool: Array | None = None  # packed keys [pages, bytes], with k as their values; indices are then places in it
     codes: Array | None = None  # of e4m3 [b, s_kv, row], as `as_codes` makes them, with v as what they mean
     units: Array | None = None  # [b, s_kv]: of these codes
+    paged: Paged | None = None  # the same keys and values in pages
 
     @property
     def given(self) -> Array:
         """The array that a kernel gets as k."""
-        return next(x for x in (self.codes, self.pool, self.k) if x is not None)
+        pages = None if self.paged is None else self.paged.k
+        return next(x for x in (self.codes, self.pool, pages, self.k) if x is not None)
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Keys and values [pages, page, h_kv, d], and which pages a sequence has: int32 [b, width]."""
+
+    k: Array
+    v: Array
+    k_pages: Array
+    v_pages: Array
 
 
 @dataclass(frozen=True)
@@ -57,11 +69,16 @@ class Operands:
         for i, keys in enumerate(self.sources):
             values = keys.v if self.mode.d_v == 0 else keys.k  # a kernel finds them there
             found |= {f"k{i}": keys.given, f"v{i}": values, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
+            if (x := keys.paged) is not None:
+                found |= {f"v{i}": x.v, f"k_pages{i}": x.k_pages, f"v_pages{i}": x.v_pages}
         return found
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         table = () if self.table is None else (self.table,)
+        if (pages := self.sources[0].paged) is not None:
+            (x,) = self.sources
+            return self.q, pages.k, pages.v, x.seen_from, x.seen_to, pages.k_pages, pages.v_pages, self.sink
         if self.op in ("mha_fwd", "mla_span_fwd") and not self.mode.order:
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
@@ -121,18 +138,24 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     sources = []
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
-        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if kind == "span" else selection(s_kv)
+        in_order = kind in ("span", "pages")
+        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
         if kind in PACKED:
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        v = values_of(k, variant.mode.d_v or d) if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
+        v = (
+            values_of(k, variant.mode.d_v or d)
+            if not variant.op.startswith("mha_fwd")
+            else normal(0.125, b, s_kv, h_kv, d)
+        )
         looked_at = any_query(seen[-1])
-        if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
+        if in_order:  # a tile of rows loads what is between them too (docs/semantics.md)
             looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]
         for array in (k, v):
             array[~looked_at] = np.nan
-        sources.append(Keys(k, v, *seen))
+        keys = Keys(k, v, *seen)
+        sources.append(in_pages(rng, keys, shape.page) if kind == "pages" else keys)
     if variant.mode.is_e4m3:
         sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
@@ -142,6 +165,8 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for name, x in zip(("s_kv", "s_kv1"), sources, strict=False)
         if x.pool is not None
     }
+    if (pages := sources[0].paged) is not None:
+        slots = {"s_kv": pages.k_pages.shape[1] * shape.page, "pages": len(pages.k)}
     q = normal(8, b, s_q, h_q, d)
     if variant.mode.is_e4m3:  # which has units of its own
         q = np.ldexp(q, -rng.integers(0, 5, (b, s_q, h_q, 1))).astype(q.dtype)
@@ -249,6 +274,31 @@ def packed(
     absent = np.where(indices == s_kv, pages * page, indices)
     k = k[:, :, None]
     return Keys(k, values_of(k, 512), np.where(there, places, absent).astype(np.int32), length, counts, pool)
+
+
+def in_pages(rng: np.random.Generator, keys: Keys, page: int) -> Keys:
+    """The same keys and values in pages of pools, in any order and among others; NaN where there is none. Pages of
+    which no query sees a key are not there.
+    """
+    b, s_kv, h_kv, d = keys.k.shape
+    width = -(-s_kv // page)
+    pages, seen = b * width + 3, np.zeros((b, width * page), bool)
+    seen[:, :s_kv] = any_query(keys.counts)
+
+    def pooled(x: Array) -> tuple[Array, Array]:
+        whole = np.full((b, width * page, h_kv, d), np.nan, x.dtype)
+        whole[:, :s_kv] = x
+        pool = np.full((pages, page, h_kv, d), np.nan, x.dtype)
+        table = rng.permutation(pages)[: b * width].reshape(b, width)
+        pool[table] = whole.reshape(b, width, page, h_kv, d)
+        absent = rng.choice(np.array([-1, pages, np.iinfo(np.int32).max]), table.shape)
+        first, last = (np.argmax(x, 1)[:, None] for x in (seen, np.cumsum(seen, 1)))
+        of_page = np.arange(width) * page
+        there = seen.any(1, keepdims=True) & (of_page + page > first) & (of_page <= last)
+        return pool, np.where(there, table, absent).astype(np.int32)
+
+    (k, k_pages), (v, v_pages) = map(pooled, (keys.k, keys.v))
+    return replace(keys, paged=Paged(k, v, k_pages, v_pages))
 
 
 def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, Array]:

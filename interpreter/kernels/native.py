@@ -20,7 +20,7 @@ from kernels.packings import PACKED
 from kernels.params import KINDS as KIND_BYTES
 from kernels.variants import VARIANTS
 
-KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2)}  # as ffi/rows.h counts them
+KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2), "pages": 3}  # as ffi/rows.h counts them
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
 EPS = 16.0  # of norms of q; large enough to matter
@@ -90,8 +90,9 @@ class Shape(NamedTuple):
     s_kv1: int = 0
     topk: int = 0
     splits: int = 1
-    page: int = 64  # entries of packed keys
+    page: int = 64  # entries of packed keys, or keys of a page
     d_v: int = 0  # 0 for d
+    pages: int = 1  # of a pool of keys
 
 
 # ---- C++ structs
@@ -581,8 +582,9 @@ def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
 def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
     given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), source_count=len(kinds))
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
-        s_batch = shape.page if kind in PACKED else s_kv
-        given.sources[i] = filled("SourceShape", kind=KINDS[kind], s_kv=s_kv, s_batch=s_batch, topk=shape.topk)
+        s_batch = shape.page if kind in (*PACKED, "pages") else s_kv
+        extents = {"s_kv": s_kv, "s_batch": s_batch, "topk": shape.topk, "pages": shape.pages}
+        given.sources[i] = filled("SourceShape", kind=KINDS[kind], **extents)
     return ctypes.byref(given)
 
 

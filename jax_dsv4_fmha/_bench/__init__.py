@@ -1,6 +1,6 @@
 """The suites of rows that `python -m jax_dsv4_fmha bench` times, and the code that measures a row."""
 
-from . import attention, decode, devices, experts, gradient, indexer, latent, layer, product, prompt, v41
+from . import attention, decode, devices, experts, gqa, gradient, indexer, latent, layer, product, prompt, v41
 from .row import Suite
 
 SUITES: dict[str, Suite] = {
@@ -9,6 +9,7 @@ SUITES: dict[str, Suite] = {
         *attention.SUITES,
         latent.SUITE,
         decode.SUITE,
+        gqa.SUITE,
         gradient.SUITE,
         indexer.SUITE,
         layer.SUITE,

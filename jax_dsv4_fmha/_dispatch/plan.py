@@ -19,7 +19,7 @@ from .._host.split_kv import columns_pay, processors
 from .lowering import choose_backward
 from .modes.base import AttentionMode, Keys
 from .op import Arrays, KernelUse
-from .sources import Part, Source, SpanSource
+from .sources import PagedSource, Part, Source, SpanSource
 from .support import Support, not_built
 from .tables import BACKWARD, DENSE, FORWARD, LISTED, SPAN_OF_FEW_HEADS, Kernel
 
@@ -195,8 +195,8 @@ class Launch(NamedTuple):
 
     def kernels(self, q: jax.Array) -> tuple[str, ...]:
         """All that it launches, in order, by their names in the manifest."""
-        how = {name: self.attributes.get(name) for name in ("order", "packing")}
-        splits = raw.parts(self.op, self.mode, q, self.operands, order=how["order"] or 0, packing=how["packing"]).splits
+        how = {name: self.attributes[name] for name in ("order", "packing", "most") if name in self.attributes}
+        splits = raw.parts(self.op, self.mode, q, self.operands, **how).splits
         after = ("row_columns",) if self.mode == BY_COLUMNS else ("combine",) if splits > 1 else ()
         return (*self.before, name_of(self.op, self.mode), *after)
 
@@ -210,6 +210,8 @@ def launch(q: jax.Array, sources: Sequence[Source], modes: Sequence[AttentionMod
     operands = (*row.operands(*keys.parts), sink, *keys.operands, *(x for y in modes for x in y.operands))
     attributes: dict[str, Any] = {"order": raw.ORDER} if is_ordered else {}
     attributes |= {} if row.packing is None else {"packing": row.packing}
+    (first, *_) = keys.parts
+    attributes |= {"most": first.width} if isinstance(first, PagedSource) else {}
     attributes |= {name: value for x in modes for name, value in x.attributes.items()}
     if is_ordered and mode == PLAIN and _by_columns(row.op, q, raw.keys_of(row.op, operands), row.packing or ""):
         mode = BY_COLUMNS

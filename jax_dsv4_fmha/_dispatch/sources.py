@@ -7,7 +7,7 @@ a tuple of kinds determines which kernel runs (`tables.py`). `attend.py` is all 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from .._definitions.span import Span
 from .op import ONE_OR_B, Arrays, Axes, Halo
 
 ROWS = "b s_q"
+
+BOX = 8
+"""keys that a kernel loads at a time, at least; pages have whole ones"""
 
 
 @functools.partial(
@@ -195,7 +198,88 @@ class SelectionSource:
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
 
-Part = SpanSource | SelectionSource
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "values", "start", "stop", "key_pages", "value_pages"),
+    meta_fields=("names", "width"),
+)
+@dataclasses.dataclass(frozen=True)
+class PagedSource:
+    """One interval of keys for every query, which has a page for each of them.
+
+    Attributes:
+      keys, values: `[b, pages, page, h_kv, d]`; with b = 1 pools that all batch entries share.
+      start, stop: int32 `[b, s_q]` within `[0, width * page]`: query i sees the keys `start <= j < stop`.
+      key_pages, value_pages: int32 `[b, width]`: key j is in page `key_pages[j // page]`. A number outside of the pool
+        stands for a page that no query sees.
+      names: the caller's names of keys and values.
+      width: the most keys that the queries of a batch entry see, as far as they are known while tracing.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    start: jax.Array
+    stop: jax.Array
+    key_pages: jax.Array
+    value_pages: jax.Array
+    names: tuple[str, str] = ("k_cache", "v_cache")
+    width: int | None = None
+    d_v: ClassVar[None] = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        page = self.keys.shape[-3]
+        return ("paged_kv" if isinstance(page, int) and page % BOX == 0 else "paged_kv_in_any_pages",)
+
+    @property
+    def description(self) -> tuple[str, ...]:
+        return (f"separate K and V in pages of {self.keys.shape[-3]}",)
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        k, v = self.names
+        pool = f"{ONE_OR_B} pages page h_kv d"
+        tables = (Axes(f"{x}.block_table", "b width") for x in self.names)
+        return Axes(k, pool), Axes(v, pool), Axes("start", ROWS), Axes("stop", ROWS), *tables
+
+    def parts(self) -> "Sequence[PagedSource]":
+        return [self]
+
+    parts_of_kernel = parts
+
+    def flat(self) -> "PagedSource":
+        """All pages as one pool, `[pages, page, h_kv, d]`."""
+        pools, pages = (self.keys, self.values), self.keys.shape[1]
+        b = next((x.shape[0] for x in pools if x.shape[0] != 1), 1)  # jax.vmap may have mapped one of them
+        keys, values = (jnp.broadcast_to(x, (b, *x.shape[1:])).reshape(-1, *x.shape[2:]) for x in pools)
+        first = jnp.arange(b, dtype=jnp.int32)[:, None] * pages
+
+        def counted(table: jax.Array) -> jax.Array:
+            return table if b == 1 else jnp.where((table >= 0) & (table < pages), first + table, -1)
+
+        of_keys, of_values = counted(self.key_pages), counted(self.value_pages)
+        return dataclasses.replace(self, keys=keys, values=values, key_pages=of_keys, value_pages=of_values)
+
+    def reference(
+        self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
+    ) -> reference.Attention:
+        x = self.flat()
+
+        def read(pool: jax.Array, pages: jax.Array) -> jax.Array:
+            there = (pages >= 0) & (pages < pool.shape[0])
+            held = pool.at[jnp.where(there, pages, pool.shape[0])].get(mode="fill", fill_value=0)
+            return held.reshape(held.shape[0], -1, *held.shape[3:])
+
+        k, v = read(x.keys, x.key_pages), read(x.values, x.value_pages)
+        o, lse = reference.fmha(q, k, v, span=Span(x.start, x.stop), sink=sink, scale=scale, products=products)
+        return o, lse
+
+
+Part = SpanSource | SelectionSource | PagedSource
 
 
 def _of_d_v(kind: str, d_v: int | None) -> str:

@@ -3,6 +3,7 @@
 An op says where keys come from. Its operands are the keys, for each source which of them a query sees, and a sink:
 
     mha_fwd           k, v, start, stop, sink                              k and v [b, s_kv, h_kv, d]
+    mha_fwd_paged     k, v, start, stop, k_pages, v_pages, sink            k and v [pages, page, h_kv, d]
     mla_span_fwd      kv, start, stop, sink                                kv [b, s_kv, h_kv, d], which is K and V
     mla_sparse_fwd    kv, indices, length, sink                            kv [b, s_kv, d], or a pool [s_kv, d]
     csa_fwd           window_kv, start, stop, kv, indices, length, sink    window_kv [b, s_w, d]
@@ -13,6 +14,8 @@ An op says where keys come from. Its operands are the keys, for each source whic
 - A selection: query i sees the keys that `indices[i, :length[i]]` name, int32 `[b, s_q, topk >= 1]` and `[b, s_q]`.
   An entry outside of `[0, s_kv)` is absent. Pools of `dsv4_decode`, and of `mla_sparse_fwd` with d_v, may be packed:
   uint8 `[pages, bytes]`, where index i means entry i % n of page i // n (`_definitions/packed.py`).
+- Pages: key j of a sequence is key j % page of page `k_pages[j // page]`, int32 `[b, width]`, and its value the same of
+  `v_pages`. What a query sees has pages, and a page a multiple of 8 keys.
 - sink: float32 `[h_q]`, -inf for none.
 
 A mode may change them:
@@ -61,6 +64,7 @@ def attention(
     order: int = 0,
     packing: str | None = None,
     eps: float | None = None,
+    most: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention in one call: o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
 
@@ -74,6 +78,7 @@ def attention(
         second one, "v4_fp4" or "v41_fp4", where the first has the FP8 layout of the same model; of `mla_sparse_fwd`
         with d_v: "" or "v32_fp8".
       eps: of the norm, in a rotary mode.
+      most: how many keys the queries of a sequence see at most, where that is known: fewer are split into fewer parts.
     """
     attributes: dict[str, Any] = {"scale": np.float32(scale), "order": np.int64(order)}
     attributes |= {} if packing is None else {"packing": packing}
@@ -83,7 +88,7 @@ def attention(
         results = _left_by_columns(q, tiles_of(keys_of(op, operands)))
         o, lse, *_ = call(target, results, q, *operands, **attributes)
         return o, lse
-    whole, splits = parts(op, mode, q, operands, order=order, packing=packing)
+    whole, splits = parts(op, mode, q, operands, order=order, packing=packing, most=most)
     shape = q.shape
     if whole and shape[1] != 1:  # all queries have keys of the same pools, so each may be a sequence
         window, *window_list, pool, indices, length, sink = operands
@@ -117,13 +122,18 @@ def _left_by_columns(q: jax.Array, room: int) -> tuple[jax.ShapeDtypeStruct, ...
 
 def _sources(op: str, operands: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
     """The keys of each source, and its starts or its indices."""
-    operands = operands[1:] if op == "mha_fwd" else operands  # v is like k
-    count = len(operands) // 3  # after the sources comes a sink, and one more operand at most
+    operands = operands[1:] if op.startswith("mha_fwd") else operands  # v is like k
+    count = (
+        1 if op.startswith("mha_fwd") else len(operands) // 3
+    )  # after the sources comes a sink, and one more operand at most
     return list(zip(operands[: 3 * count : 3], operands[1 : 3 * count : 3], strict=True))
 
 
 def keys_of(op: str, operands: Sequence[jax.Array]) -> list[Any]:
     """The keys that a query may see of each source, at most."""
+    if op == "mha_fwd_paged":
+        pool, *_, table, _ = operands
+        return [pool.shape[1] * table.shape[1]]
     return [seen.shape[2] if seen.ndim == 3 else keys.shape[1] for keys, seen in _sources(op, operands)]
 
 
@@ -142,7 +152,14 @@ class Parts(NamedTuple):
 
 
 def parts(
-    op: str, mode: Mode, q: jax.Array, operands: Sequence[jax.Array], *, order: int = 0, packing: str | None = None
+    op: str,
+    mode: Mode,
+    q: jax.Array,
+    operands: Sequence[jax.Array],
+    *,
+    order: int = 0,
+    packing: str | None = None,
+    most: int | None = None,
 ) -> Parts:
     """Computes the split of keys in a call of `attention`; without a kernel that splits them there is one part."""
     (b, s_q, h_q, _), sources, whole = q.shape, _sources(op, operands), 0
@@ -150,17 +167,18 @@ def parts(
     v = None if order or mode == BY_COLUMNS else _splitting(name_of(op, mode), q, **choices)
     if v is None:
         return Parts(0, 1)
-    keys = sum(keys_of(op, operands))
+    keys, chip = sum(keys_of(op, operands)), processors(v.arch)
     if any(seen.ndim == 3 for _, seen in sources):  # a tile of rows has heads of one query
         if op == "dsv4_decode" and (s_q == 1 or all(pool.ndim == 2 for pool, _ in sources)):
             whole = _whole(v, q, keys)
         groups, rows = b * s_q - whole, h_q
     else:
         h_kv = sources[0][0].shape[2] if sources[0][0].ndim == 4 else 1
-        groups, rows = b * h_kv, s_q * h_q // h_kv
+        groups, rows, chip = b * h_kv, s_q * h_q // h_kv, chip * v.ctas
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return Parts(whole, 1)
-    return Parts(whole, split_count(groups * _row_tiles(v, rows), -(-keys // v.tile_n), v.unit, processors(v.arch)))
+    keys = keys if most is None else min(keys, most)
+    return Parts(whole, split_count(groups * _row_tiles(v, rows), -(-keys // v.tile_n), v.unit, chip))
 
 
 def _whole(v: library.BuiltVariant, q: jax.Array, keys: Any) -> int:

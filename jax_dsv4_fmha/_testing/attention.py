@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import dsv4_attention, dsv4_decode, fmha, mla_decode, reference, sparse_fmha
+from .. import dsv4_attention, dsv4_decode, fmha, gqa_decode, mla_decode, reference, sparse_fmha
 from .._check import Implementation
 from .._definitions.cache import Cache
 from .._definitions.e4m3 import BF16_ROPE
@@ -346,6 +346,11 @@ class DecodeCase(LatentCase):
         return self.window + (self.topk or (self.s_kv // self.ratio if self.ratio else 0))
 
     @property
+    def entry(self) -> int:
+        """Numbers of an entry of a cache."""
+        return self.d
+
+    @property
     def layouts(self) -> tuple[str | None, str | None]:
         """The layouts of the window cache and of the compressed one, where they are packed."""
         return next((LAYOUTS_OF[x] for x in self.features if x in LAYOUTS_OF), (None, None))
@@ -395,7 +400,7 @@ class DecodeCase(LatentCase):
         pages = self.b * capacity // page + (3 if in_page else 0)
         order = rng.permutation(pages) if in_page else np.arange(pages)
         table = order[: self.b * capacity // page].reshape(self.b, -1).astype(np.int32)
-        pool = normal(rng, (pages, page, self.d), KV_STD, self.dtype)
+        pool = normal(rng, (pages, page, self.entry), KV_STD, self.dtype)
         unseen = np.ones((pages, page), bool)
         for row, named in zip(table, seen, strict=True):
             unseen[row[named % capacity // page], named % page] = False
@@ -447,6 +452,44 @@ class LatentStepCase(DecodeCase):
             named = _named(kwargs["indices"], self.s_kv)
             seen = [x[x < n] for x, n in zip(named, past.max(1), strict=True)]
         return (self._cache(rng, self.page, self.layouts[0], self.s_kv, seen),), kwargs
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsStepCase(DecodeCase):
+    """A step of generation over a cache of keys and one of values. The longest sequence has s_kv tokens."""
+
+    op = "gqa_decode"
+    function = staticmethod(gqa_decode)
+
+    h_kv: int = 1
+    span: str = "full"  # or "window"
+    shared_kv: ClassVar[bool] = False
+
+    @property
+    def entry(self) -> int:
+        return self.h_kv * self.d
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.page % 8 == 0
+
+    @property
+    def keys(self) -> int:
+        return min(self.s_kv, self.window) if self.span == "window" else self.s_kv
+
+    def _others(self, rng: np.random.Generator) -> Operands:
+        lengths = rng.integers(1, self.s_kv + 1, self.b, np.int32)
+        lengths[0] = self.s_kv
+        if "lengths" in self.features:
+            lengths[1::3] = 0
+        kwargs: dict[str, Any] = {"lengths": lengths} | ({"window": self.window} if self.span == "window" else {})
+        first = lengths - self.s_q
+        if "ragged" in self.features:
+            kwargs["q_offset"] = first = np.maximum(lengths - rng.integers(0, self.s_q + 1, self.b, np.int32), 0)
+        oldest = first - self.window + 1 if self.span == "window" else 0 * first
+        ends = zip(np.maximum(oldest, 0), np.clip(first + self.s_q, 0, lengths), strict=True)
+        seen = [np.arange(*pair) for pair in ends]
+        return tuple(self._cache(rng, self.page, None, self.s_kv, seen) for _ in range(2)), kwargs
 
 
 def _capacity(page: int, entries: int) -> int:

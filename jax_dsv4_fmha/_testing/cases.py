@@ -5,7 +5,7 @@ It is in the package and not under tests/, because `check` also runs from an ins
 
 from typing import Any
 
-from .attention import AttentionCase, DecodeCase, FmhaCase, LatentStepCase, LayerCase, SparseCase
+from .attention import AttentionCase, DecodeCase, FmhaCase, HeadsStepCase, LatentStepCase, LayerCase, SparseCase
 from .case import Case
 from .experts import ExpertsCase
 from .hyper_connection import HyperConnectionCase
@@ -33,6 +33,9 @@ def _attention() -> tuple[AttentionCase, ...]:
 
     def mla(h_q: int, **fields: Any) -> LatentStepCase:
         return LatentStepCase(h_q=h_q, **{"d": 576, **fields})
+
+    def gqa(h_q: int, **fields: Any) -> HeadsStepCase:
+        return HeadsStepCase(h_q=h_q, **fields)
 
     every_d = [
         case
@@ -206,6 +209,23 @@ def _attention() -> tuple[AttentionCase, ...]:
         ),
         mla(16, b=3, s_q=2, s_kv=200, sink="normal", features=("lengths", "nan", "v32_fp8")),
         mla(64, b=3, s_q=2, s_kv=400, topk=90, features=("ragged", "nan", "v32_fp8")),
+        # of keys and values of several heads, as gpt-oss, Llama and Qwen have them
+        gqa(1, s_kv=1),
+        gqa(64, b=3, h_kv=8, s_kv=700, sink="normal", features=("lengths",)),
+        gqa(64, b=3, s_q=2, h_kv=8, s_kv=700, span="window", sink="normal"),
+        gqa(64, s_kv=3, h_kv=8, page=16),
+        gqa(64, b=5, h_kv=8, s_kv=1500, page=64, sink="normal", features=("lengths", "nan")),
+        gqa(64, b=5, h_kv=8, s_kv=1500, page=64, span="window", sink="mixed", features=("lengths", "nan")),
+        gqa(64, b=3, s_q=8, h_kv=8, s_kv=400, page=16, span="window", sink="normal", features=("ragged", "nan")),
+        gqa(32, b=4, s_q=8, h_kv=2, s_kv=900, d=128, page=16, sink="mixed", features=("ragged", "lengths", "nan")),
+        gqa(32, b=3, h_kv=8, s_kv=900, d=128, page=128, features=("nan",)),
+        gqa(4, b=40, h_kv=4, s_kv=150, d=128, page=24, span="window", window=33, sink="normal", features=("nan",)),
+        gqa(16, b=2, s_q=3, h_kv=1, s_kv=500, d=256, page=8, sink="normal", features=("lengths", "nan")),
+        gqa(14, b=2, h_kv=2, s_kv=500, d=256, page=64, span="window", window=200, features=("nan",)),
+        gqa(8, b=2, s_q=2, h_kv=2, s_kv=300, page=64, dtype="float16", sink="normal"),
+        gqa(8, b=2, s_q=2, h_kv=2, s_kv=300, page=7, sink="normal", features=("nan",)),
+        gqa(64, b=140, h_kv=8, s_kv=150, page=32, sink="normal", features=("lengths", "nan")),
+        gqa(64, b=2, h_kv=8, s_kv=20000, page=64, sink="normal", features=("nan",)),
     )
 
 

@@ -151,6 +151,39 @@ def mla_decode(
     return _rows(q, lambda n, i, h: keys(n, i), sink, scale, d_v)
 
 
+def gqa_decode(
+    q: Array,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    lengths: Array,
+    window: int | None = None,
+    sink: Array | None = None,
+    q_offset: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    b, s_q, h_q, d = q.shape
+    h_kv = k_cache.entries.shape[-1] // d
+    first = lengths - s_q if q_offset is None else np.broadcast_to(q_offset, b)
+
+    @functools.lru_cache(maxsize=1)  # the heads of a query see the same
+    def entries(n: int, i: int) -> tuple[Array, Array]:
+        p, found = int(first[n]) + i, []
+        for at in range(max(0, p + 1 - (window or p + 1)), p + 1 if 0 <= p < lengths[n] else 0):
+            pair = [_entry(cache, n, at, ring=False) for cache in (k_cache, v_cache)]
+            if pair[0] is None or pair[1] is None:
+                break
+            found.append(pair)
+        k, v = np.array(found, np.float64).reshape(-1, 2, h_kv, d).swapaxes(0, 1)
+        return k, v
+
+    def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
+        k, v = entries(n, i)
+        return k[:, h * h_kv // h_q], v[:, h * h_kv // h_q]
+
+    return _rows(q, keys, sink, scale)
+
+
 def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
     """An entry of sequence n in float64, or None; in packed pages, read byte by byte."""
     held = cache.entries

@@ -18,6 +18,7 @@ _LENGTHS = {
     "dsv4_attention": "windows of different lengths",
     "dsv4_decode": "some sequences idle",
     "mla_decode": "some sequences idle",
+    "gqa_decode": "some sequences idle",
 }
 _FEATURES = {
     "absent": "indices that name nothing",
@@ -79,6 +80,8 @@ def _keys(op: str, x: dict[str, Any]) -> list[str]:
                 f"up to {_many(x['s_kv'], 'token', 'tokens')}",
                 f"{some or 'all '}entries{of}" if x["ratio"] else "",
             ]
+        case "gqa_decode":
+            return [f"up to {_many(x['s_kv'], 'token', 'tokens')} of {_many(x['h_kv'], 'head', 'heads')}"]
         case "mla_decode":
             return [f"{some or 'all of '}up to {_many(x['s_kv'], 'token', 'tokens')}"]
         case "fused_moe" | "route":

@@ -7,6 +7,8 @@ from kernels.lib.rows import PUBLISHED
 
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
+TILE_N_OF_PAGES = {64: 64, 128: 64, 256: 64}  # whole boxes of any size
+BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
 @dataclass(frozen=True)
@@ -16,14 +18,30 @@ class Config:
     d: int
     dtype: str
     sources: tuple[str, ...] = ("span",)
-    stages: int = 2  # stages of K and of V
     gathers: bool = False
     shared_kv: bool = False
     cluster: int = 1
 
     @property
+    def paged(self) -> bool:
+        """True if keys are in pages: of a step, which has few rows, and whose time is that of reading keys."""
+        return self.sources == ("pages",)
+
+    @property
+    def stages(self) -> int:
+        """Stages of K and of V."""
+        return 3 if self.ctas == 3 else 2
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of an SM: two, where a step has few keys for each, and hides what one waits for under the other."""
+        return {64: 3, 128: 2, 256: 1}[self.d] if self.paged else 1
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups, of 64 rows each."""
+        if self.ctas > 1:
+            return 1
         return 3 if self.d == 64 else 2
 
     @property
@@ -32,12 +50,12 @@ class Config:
 
     @property
     def tile_n(self) -> int:
-        return TILE_N[self.d]
+        return (TILE_N_OF_PAGES if self.paged else TILE_N)[self.d]
 
     @property
     def few(self) -> int:
         """At most this many keys are few: a window of 128 for 16 queries."""
-        return {128: 144}.get(self.d, 0)
+        return 144 if self.d == 128 and not self.paged else 0
 
     @property
     def threads(self) -> int:
@@ -46,7 +64,9 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread; together they fill the file of 65536."""
-        return {2: (40, 232), 3: (32, 160)}[self.consumers]
+        if self.ctas == 3:
+            return 24, 136
+        return {1: (40, 216), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
     def row_bytes(self) -> int:
@@ -85,7 +105,8 @@ class Config:
 
     @property
     def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+        one = {"min_blocks_per_mp": self.ctas}  # without it ptxas silently drops setmaxnreg
+        return one if self.ctas == 1 else one | {"preferred_smem_carveout": 100}  # otherwise the DSL asks the device
 
     def __post_init__(self):
         if self.d not in TILE_N:

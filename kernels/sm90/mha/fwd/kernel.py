@@ -178,23 +178,31 @@ class MhaFwdSm90(ForwardKernel):
             cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
             if cutlass.const_expr(c.stages_q > 1):
                 bounds = prefetch_span(operands, tile, c.tile_m)
-            (span,) = own_part((open_span(operands, tile, c.tile_n, bounds),), tile, 1)
+            (span,) = own_part((self.open(operands, tile, bounds),), tile, 1)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
                 q.arrive_full()
-            copies = tuple(
-                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), ring)
-                for (atom, m), s, ring in ((keys, smem.k, bar.k), (values, smem.v, bar.v_landed))
-            )
-            for t in cutlass.range(key_tiles(span), unroll=1):
-                for atom, gmem, stages, ring in copies:
-                    state = ring.at(fills0 + t)
-                    state.wait_empty()
-                    with cute.arch.elect_one():
-                        state.expect_full(c.key_tile_bytes)
-                    cute.copy(atom, gmem[None, t], stages[None, state.index], tma_bar_ptr=state.full)
+            self.load_keys(bar, smem, keys, values, tile, span, fills0)
             fills0 = fills0 + key_tiles(span)
+
+    @cute.jit
+    def load_keys(
+        self, bar: Barriers, smem: Shared, keys: tuple, values: tuple, tile: RowTile, span: Span, fills0: Int32
+    ):
+        """All tiles of K and V of one row tile."""
+        c = self.config
+        copies = tuple(
+            (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), ring)
+            for (atom, m), s, ring in ((keys, smem.k, bar.k), (values, smem.v, bar.v_landed))
+        )
+        for t in cutlass.range(key_tiles(span), unroll=1):
+            for atom, gmem, stages, ring in copies:
+                state = ring.at(fills0 + t)
+                state.wait_empty()
+                with cute.arch.elect_one():
+                    state.expect_full(c.key_tile_bytes)
+                cute.copy(atom, gmem[None, t], stages[None, state.index], tma_bar_ptr=state.full)
 
     @cute.jit
     def clear_q(self, smem: Shared, rows: Int32, consumers: Int32):
@@ -218,10 +226,23 @@ class MhaFwdSm90(ForwardKernel):
             for t in cutlass.range(key_tiles(span), unroll=1):
                 v = bar.v.at(fills0 + t)
                 bar.v_landed.at(fills0 + t).wait_full()
-                if span.needs_clearing(t):
-                    zero_rows(smem.v[None, None, v.index], span.unseen_from(t), thread, CLEARERS)
+                self.clear_unseen(smem.v, v.index, span, t, thread)
                 v.arrive_full()
             fills0 = fills0 + key_tiles(span)
+
+    @cute.jit
+    def clear_unseen(self, values: cute.Tensor, stage: Int32, span: Span, t: Int32, thread: Int32):
+        """Zeros for the values of tile t that no row sees."""
+        if span.needs_clearing(t):
+            zero_rows(values[None, None, stage], span.unseen_from(t), thread, CLEARERS)
+
+    def open(self, operands: SpanOperands, tile: RowTile, bounds: tuple) -> Span:
+        """The span of a row tile, by the producer."""
+        return open_span(operands, tile, self.config.tile_n, bounds)
+
+    def read(self, operands: SpanOperands, tile: RowTile, slot: cute.Tensor) -> Span:
+        """The same span, by others."""
+        return read_span(operands, tile, self.config.tile_n, slot)
 
     def scheduler(self, operands: SpanOperands, n: Extents) -> TileScheduler:
         """Sections of as many pairs of (batch, KV head) as L2 holds."""
@@ -231,10 +252,10 @@ class MhaFwdSm90(ForwardKernel):
         self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, wave: Int32
     ) -> tuple[PlacedTile, Span]:
         """The next row tile, once its Q and its span are there."""
-        c, slot = self.config, wave % self.config.slots
+        slot = wave % self.config.slots
         bar.q.at(wave).wait_full()
         tile = RowTile.read(smem.info[None, 0, slot], n)
-        return tile, read_span(operands, tile, c.tile_n, smem.info[None, 1, slot])
+        return tile, self.read(operands, tile, smem.info[None, 1, slot])
 
     def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32, n: Extents) -> Consumer:
         c = self.config

@@ -1,0 +1,127 @@
+"""Attention over keys in pages: random places of sequences in pools, and faults planted in what finds the pages. The
+cases of every kernel of attention are in test_ptx.py.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from interpreter import edits
+from interpreter.faults import PlantedFault
+from interpreter.kernels import attention
+from interpreter.kernels.launch import launch
+from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine.hazards import Deadlock, OutOfBounds
+from tests.planted import KIB, SEEDS, Subject, run_with, without
+from tests.symptoms import EARLY, early
+
+STAGES = 2
+PAGED = Subject(
+    "mha_fwd_paged_sm_90a_d64_bfloat16",
+    {"b": 2, "s_q": 2, "s_kv": 420, "h_q": 8, "h_kv": 2, "width": 250, "page": 16},
+    " ".join(
+        ["q_full0 q_full1 q_empty0 q_empty1"]
+        + [f"{x}{i}" for x in ("k_full", "k_empty", "v_landed", "v_full", "v_empty") for i in range(STAGES)]
+    ),
+    {"q": 2 * 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB},
+)
+LOAD = r"ld\.global\.b32\s+(%r\d+), \[(%rd\d+)\];"
+TABLE = rf"{LOAD}((?:\s*\.loc[^\n]*)*\s+add\.s64\s+%rd\d+, %rd\d+, %rd\d+;(?:\s*\.loc[^\n]*)*\s+){LOAD}"
+COPY = r"cp\.async\.bulk\.tensor\.4d[^;]*;"
+
+
+SLOW = [(d, page) for d in (64, 128, 256) for page in (8, 24, 64, 192) if (d, page) != (64, 24)]
+
+
+@pytest.mark.parametrize(("d", "page"), [(64, 24), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
+def test_pages_of_any_size(d, page):
+    """Windows that begin and end anywhere in a box, for steps of several tokens; some sequences see one page."""
+    kernel = Subject(f"mha_fwd_paged_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
+    for seed, width in enumerate((1, 9, 130, 1 << 30)):
+        sizes = {"b": 2, "s_q": 1 + seed, "s_kv": 100 + 61 * seed, "h_q": 6, "h_kv": 3, "page": page, "width": width}
+        x = attention.operands(kernel.variant, seed=seed, **sizes)
+        run = launch(kernel, x, seed=seed, processors=2)
+        judge(run.run(), x, run.scale)
+
+
+def values_of_keys_pages(text: str) -> str:
+    """V's pages by the table of K's; before that, the producer loads start and stop twice in this way."""
+
+    def same_table(m: re.Match[str]) -> str:
+        return f"ld.global.b32 {m[1]}, [{m[2]}];{m[3]}ld.global.b32 {m[4]}, [{m[2]}];"
+
+    return edits.replace(text, TABLE, same_table, slice(2, 3))
+
+
+def first_rows(text: str) -> str:
+    """Every box of K is the first one of its page."""
+    return edits.replace(text, COPY, lambda m: re.sub(r"(\{%r\d+, )%r\d+", r"\g<1>0", m[0]), slice(0, 1))
+
+
+def one_head(text: str) -> str:
+    """Keys of the first head for all of them."""
+    return edits.replace(text, COPY, lambda m: re.sub(r"%r\d+(, %r\d+\}\])", r"0\1", m[0]), slice(0, 1))
+
+
+def unaligned(text: str) -> str:
+    """Tiles that begin with the first key that is seen, not with the first one of its box."""
+    pattern = r"and\.b32\s+(%r\d+), (%r\d+), %r\d+;(\s+sub\.s32)"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};{m[3]}", slice(-1, None))
+
+
+def beyond_the_last_key(text: str) -> str:
+    """Lanes read the table for boxes after the last key that is seen too."""
+    pattern = r"(shr\.s32\s+%r\d+, %r\d+, 3;\s+)setp\.ge\.s32\s+(%p\d+), (%r\d+), %r\d+;"
+    return edits.replace(text, pattern, lambda m: f"{m[1]}setp.ne.b32 {m[2]}, {m[3]}, {m[3]};")
+
+
+def transaction_bytes(change: int) -> Callable[[str], str]:
+    pattern = r"mov\.b32\s+(%r\d+), 16384;(\s*mbarrier\.arrive\.expect_tx)"
+    return lambda text: edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {16384 + change};{m[2]}")
+
+
+NOT_CLEARED = r"st\.shared\.v4\.b32\s+\[[^\]]*\], \{0, 0, 0, 0\}"  # of Q's rows twice, then before and after
+
+FAULTS = [
+    PlantedFault("values by the pages of keys", PAGED, Wrong, r"^o is wrong in .*lse is right", values_of_keys_pages),
+    PlantedFault("every box is its page's first", PAGED, Wrong, r"lse is wrong", first_rows, case={"page": 24}),
+    PlantedFault(
+        "keys of the first head", PAGED, Wrong, r"lse is wrong in \d+ of \d+ rows, first in .* head 4 ", one_head
+    ),
+    PlantedFault("tiles that begin within a box", PAGED, Wrong, r"lse is wrong", unaligned),
+    PlantedFault(
+        "the table read for what nobody sees",
+        PAGED,
+        OutOfBounds,
+        r"ld\.global[^\n]*\n\s+loads 4 bytes [^\n]*outside of every allocation",
+        beyond_the_last_key,
+    ),
+    PlantedFault(
+        "keys before the first one that is seen are not cleared",
+        PAGED,
+        Wrong,
+        r"^o is wrong in .*nan.*lse is right",
+        without(NOT_CLEARED, slice(2, 3)),
+    ),
+    PlantedFault(
+        "keys after the last one that is seen are not cleared",
+        PAGED,
+        Wrong,
+        r"^o is wrong in .*nan.*lse is right",
+        without(NOT_CLEARED, slice(3, 4)),
+    ),
+    PlantedFault("a box too few", PAGED, Deadlock, r"2048 transaction bytes outstanding", transaction_bytes(2048)),
+    PlantedFault("a box too many", PAGED, EARLY, early(r"wgmma|st\.shared", "[kv]", r"tma"), transaction_bytes(-2048)),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name.replace(" ", "-"))
+def test_is_found(fault):
+    fault.check(run_with, seeds=SEEDS)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("subject", [PAGED], ids=str)
+def test_nothing_is_found_without_a_fault(subject):
+    subject.judge_as_it_is()
