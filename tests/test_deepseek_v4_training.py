@@ -153,6 +153,11 @@ def test_no_copy_of_a_state(axes):
         assert_in_place(trainer.step.trace(trainer.shapes(), batch))
 
 
+def test_only_is_a_regular_expression():
+    with pytest.raises(ValueError, match=r"--only: got 'layers/\[', wanted a regular expression: unterminated"):
+        train.main(only="layers/[")
+
+
 @pytest.mark.parametrize("how", [{"save": "file/x"}, {"adapter": "file/x", "rank": 2}])
 def test_a_directory_that_cannot_be_made_is_known_first(how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
