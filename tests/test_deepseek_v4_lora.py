@@ -101,6 +101,10 @@ def names_of_hugging_face():
     [
         ({"r": 3}, r"lora_A.weight: got \[2, .*\], wanted \[3, "),
         ({"use_dora": True}, "use_dora: got True, wanted none"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out: got True, wanted none"),
+        ({"r": None}, "adapter_config.json: r: got None, wanted an integer of at least 1"),
+        ({"r": "2"}, "adapter_config.json: r: got '2', wanted an integer of at least 1"),
+        ({"lora_alpha": None}, "adapter_config.json: lora_alpha: got None, wanted a number from 0"),
     ],
     ids=str,
 )

@@ -170,6 +170,11 @@ def test_a_policy_keeps_what_those_before_it_keep_and_more():
     assert of["but-parameters"] - of["but-products"] > experts
 
 
+def test_only_is_a_regular_expression():
+    with pytest.raises(ValueError, match=r"--only: got 'layers/\[', wanted a regular expression: unterminated"):
+        train.main(only="layers/[")
+
+
 @pytest.mark.parametrize("how", [{"save": "file/x"}, {"adapter": "file/x", "rank": 2}])
 def test_a_directory_that_cannot_be_made_is_known_first(how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

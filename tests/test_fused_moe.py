@@ -109,6 +109,20 @@ def test_the_gradient_of_an_expert_that_nobody_chose_is_0():
         np.testing.assert_array_equal(got, want)
 
 
+def test_derivatives_of_every_mode_are_the_reference_s():
+    """As the error of another implementation says."""
+    _, w13, w2, chosen, weights = operands(Problem.of([3, 4]), jnp.float32, is_packed=False)
+    given = jnp.ones((1, chosen.shape[1], w2.shape[1]))
+
+    def total(given, implementation):
+        return (fused_moe(given, w13, w2, chosen, weights, implementation=implementation) ** 2).sum()
+
+    with pytest.raises(NotImplementedError, match=r"one forward, wanted jax.* once, or implementation="):
+        jax.jvp(lambda x: total(x, None), (given,), (given,))
+    _, along = jax.jvp(lambda x: total(x, "reference"), (given,), (given,))
+    np.testing.assert_allclose(along, jax.grad(total)(given, None).sum(), rtol=1e-4)
+
+
 def test_a_weight_of_0_has_a_gradient():
     given, w13, w2, chosen, weights = operands(Problem.of([3, 4]), jnp.float32)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from examples.serving.request import integer, number
 from jax_dsv4_fmha import PackedMatrix
 
 from . import save as saving
@@ -25,7 +26,10 @@ SCALE = 2
 MATRICES = {"wq_a": (1, "q_a_proj"), "wq_b": (1, "q_b_proj"), "wkv": (1, "kv_proj"), "wo_b": (2, "o_b_proj")}
 """the matrices that may have an addition: how many axes are columns in a checkpoint, and Hugging Face's name"""
 FILES = "adapter_model.safetensors", "adapter_config.json"
-OTHERS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+OTHERS = (
+    "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias",
+    "trainable_token_indices",
+)  # fmt: skip
 """entries of a configuration that change what is added"""
 Adapter = list[dict[str, dict[str, Any]]]
 
@@ -121,12 +125,15 @@ def load(model: Model, directory: str | Path, checkpoint: str | Path | None = No
     """An adapter of a model, and of the names that the checkpoint has.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, or adds to something else.
+      ValueError: a tensor is missing, has another shape, or adds to something else; or the configuration has no rank
+        or no alpha.
       NotImplementedError: the configuration says another addition.
     """
     directory = Path(directory)
     config, tensors = read_json(directory / FILES[1]), Checkpoint(directory).entries.values()
-    rank, named = config["r"], modules(model, checkpoint)
+    rank = integer(f"{directory / FILES[1]}: r", config.get("r"), 1)
+    alpha = number(f"{directory / FILES[1]}: lora_alpha", config.get("lora_alpha"), 0, math.inf)
+    named = modules(model, checkpoint)
     for name in OTHERS:
         if config.get(name):
             raise NotImplementedError(f"{directory / FILES[1]}: {name}: got {config[name]!r}, wanted none")
@@ -140,7 +147,7 @@ def load(model: Model, directory: str | Path, checkpoint: str | Path | None = No
         if entry.shape != (wanted := (rank, rows) if found[2] == "A" else (columns, rank)):
             raise ValueError(f"{entry}: got {list(entry.shape)}, wanted {list(wanted)}")
         x = jnp.asarray(entry.data, jnp.float32).T
-        x = x if found[2] == "A" else x * (config["lora_alpha"] / rank / SCALE)
+        x = x if found[2] == "A" else x * (alpha / rank / SCALE)
         adapter[i].setdefault(matrix, {})[found[2].lower()] = x
     for i, of in enumerate(adapter):
         for matrix, x in of.items():

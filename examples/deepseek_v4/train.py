@@ -330,6 +330,10 @@ def main(
         integer(name, x, 1)
     integer("s", s, 2)  # each token but the last of a sequence has one that follows it
     number("rate", rate, 0, 1)
+    try:
+        re.compile(only)
+    except re.error as e:
+        raise ValueError(f"--only: got {only!r}, wanted a regular expression: {e}") from None
     if save is not None and any(Path(save).glob("*.safetensors")):
         raise ValueError(f"--save: got {save}, which has a checkpoint, wanted another directory")
     if rank is None and (packed or adapter):

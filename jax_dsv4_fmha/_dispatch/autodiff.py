@@ -202,5 +202,6 @@ _constant = _identity("dsv4_fmha_constant", _jvp_of_constant)
 
 def _no_derivative(op: str) -> Exception:
     """The error for a derivative that is not a first one in reverse mode."""
-    wanted = "jax.grad or jax.vjp, once, or attention with implementation='reference', which has all of them"
+    others = "implementation='reference', which has all of them but of the indexer's scores and loss"
+    wanted = f"jax.grad or jax.vjp, once, or {others}"
     return _check.error(NotImplementedError, op, "gradient", "a second derivative, or one forward", wanted)
