@@ -15,7 +15,8 @@ from jax_dsv4_fmha._testing.router import Problem
 from kernels.abi import Route
 from tests.test_route import at_the_ends, ties, without_a_row
 
-KERNEL = next((v for v in native.built(Route) if v.arch == "sm_90a"), None)
+BUILT = {v.key: v for v in native.built(Route)}
+KERNEL = BUILT.get("route_sm_90a")
 
 needs_kernels = pytest.mark.skipif(KERNEL is None, reason="without kernels")
 
@@ -33,11 +34,11 @@ CASES = {
 }
 
 
-@needs_kernels
+@pytest.mark.parametrize("key", BUILT)
 @pytest.mark.parametrize("case", CASES)
-def test_is_right(case):
+def test_is_right(case, key):
     x = CASES[case]()
-    judge(x, *route(KERNEL, x))
+    judge(x, *route(BUILT[key], x))
 
 
 @needs_kernels
