@@ -121,7 +121,7 @@ FAULTS = [
     fault("numbers", "a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
     fault("numbers", "eps of the norm for Sinkhorn's", Wrong, "post:", hc_eps=lambda x: x / 10),
     fault("streams", "nobody waits for what is fetched", (Race, Undefined), "reads", without(FETCHED)),
-    fault("streams", "a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
+    fault("streams", "gradients of a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
     fault("streams", "fn in 11 bits", Wrong, "post:", without_lower_parts),
     fault(
         "streams",
