@@ -17,7 +17,6 @@ from jax_dsv4_fmha._host import hyper_connection as raw
 from jax_dsv4_fmha._ops.hyper_connection_training import joined
 from jax_dsv4_fmha._testing.hyper_connection import GRADIENTS, Problem, complaints_of_gradients
 from kernels.abi import HyperConnectionBackward
-from kernels.sm90.hyper_connection.config import MOST_ITERATIONS, PARTS
 
 BUILT = {v.part: v for v in native.built(HyperConnectionBackward)}
 HIDDEN = 4096
@@ -86,15 +85,17 @@ def test_what_is_not_a_number_stays_in_its_token():
 
 @needs_kernels
 def test_refused_by_the_plan():
-    tiles = {"tile_m": 8, "tile_n": MOST_ITERATIONS}
-    good = {"tokens": 3, "hidden": 4096, "taken": 0, "iterations": MOST_ITERATIONS}
+    tiles = {"tile_m": 8, "tile_n": raw.MOST_ITERATIONS}
+    good = {"tokens": 3, "hidden": 4096, "taken": 0, "iterations": raw.MOST_ITERATIONS}
     native.plan_hyper_connection_bwd(good, 0, 1e-6, 1e-6, **tiles)
-    for changed in ({"tokens": 0}, {"taken": 2}, {"iterations": 0}, {"iterations": MOST_ITERATIONS + 1}):
+    for changed in ({"tokens": 0}, {"taken": 2}, {"iterations": 0}, {"iterations": raw.MOST_ITERATIONS + 1}):
         with pytest.raises(ValueError, match=r"wanted|is 0|limit"):
             native.plan_hyper_connection_bwd(good | changed, 0, 1e-6, 1e-6, **tiles)
 
 
 def test_python_has_the_kernels_numbers():
+    from kernels.sm90.hyper_connection.config import MOST_ITERATIONS, PARTS
+
     assert (raw.PARTS, raw.MOST_ITERATIONS) == (PARTS, MOST_ITERATIONS)
 
 
@@ -121,7 +122,7 @@ FAULTS = [
     fault("numbers", "a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
     fault("numbers", "eps of the norm for Sinkhorn's", Wrong, "post:", hc_eps=lambda x: x / 10),
     fault("streams", "nobody waits for what is fetched", (Race, Undefined), "reads", without(FETCHED)),
-    fault("streams", "a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
+    fault("streams", "gradients of a token too few", Wrong, "x: 16384 of", tokens=lambda n: n - 1),
     fault("streams", "fn in 11 bits", Wrong, "post:", without_lower_parts),
     fault(
         "streams",
