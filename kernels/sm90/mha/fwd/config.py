@@ -7,7 +7,7 @@ from kernels.lib.rows import PUBLISHED
 
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
-TILE_N_OF_PAGES = {64: 64, 128: 64, 256: 64}  # whole boxes of any size
+TILE_N_OF_PAGES = {64: 128, 128: 64, 256: 64}  # whole boxes of any size
 BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
@@ -30,17 +30,17 @@ class Config:
     @property
     def stages(self) -> int:
         """Stages of K and of V."""
-        return 3 if self.ctas == 3 else 2
+        return 2
 
     @property
     def ctas(self) -> int:
         """CTAs of an SM: two, where a step has few keys for each, and hides what one waits for under the other."""
-        return {64: 3, 128: 2, 256: 1}[self.d] if self.paged else 1
+        return 2 if self.paged and self.d < 256 else 1
 
     @property
     def consumers(self) -> int:
         """Consumer warpgroups, of 64 rows each."""
-        if self.ctas > 1:
+        if self.ctas == 2:
             return 1
         return 3 if self.d == 64 else 2
 
@@ -64,8 +64,6 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread; together they fill the file of 65536."""
-        if self.ctas == 3:
-            return 24, 136
         return {1: (40, 216), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
