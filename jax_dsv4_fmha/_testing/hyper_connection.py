@@ -202,7 +202,7 @@ def complaints(x: Problem, got: dict[str, Numbers]) -> list[str]:
 def complaints_of_gradients(
     x: Problem, new_x: Numbers, cotangents: tuple[Numbers, ...], got: dict[str, Numbers], most: float = 2**-15
 ) -> list[str]:
-    """Nothing if the gradients of x and y are right but for their rounding, and the rest up to `most`, in parts of them.
+    """Nothing if the gradients of x and y are right but for their rounding, and the rest by `most` of their size.
 
     That is float32's precision. Of many tokens sums in another order round a few numbers of the streams as one to the
     other side, which makes 2^-13 of it.
