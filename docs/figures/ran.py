@@ -66,7 +66,7 @@ def ran() -> str:
 
 def _named(kernels: str) -> str:
     """Names of kernels as code; other words say which of them."""
-    return re.sub(r"\b(?:\w+_\w+|combine|rope)\b", r"`\g<0>`", kernels)
+    return re.sub(r"\b(?:\w+_\w+|combine|rope|route)\b", r"`\g<0>`", kernels)
 
 
 def _noted(found: list[str | None] | None) -> str:
