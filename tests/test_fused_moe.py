@@ -1,5 +1,6 @@
 """A layer's experts, from MXFP4, FP8 and bfloat16: definition, packing, errors, transformations, kernels on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -351,6 +352,7 @@ def test_errors_of_matrices_in_bfloat16():
 def test_errors():
     x, in_fp8 = Problem.of([2, 5]), Problem.of([2, 5], fp8=True).packed
     given, w13, w2, chosen, weights = operands(x)
+    changed = functools.partial(dataclasses.replace, w13)
     cases = [
         ((given, w2, w2, chosen, weights), "w13: got a plain matrix, wanted a gated one"),
         ((given, w13, w13, chosen, weights), "w2: got a gated matrix, wanted a plain one"),
@@ -361,6 +363,13 @@ def test_errors():
         ((given, w13, w2, chosen.astype(jnp.float32), weights), "chosen"),
         ((given, w13, w2, chosen, weights[..., :1]), "weights"),
         ((given.astype(jnp.float16), w13, w2, chosen, weights), "x"),
+        (
+            (given, changed(data=w13.data[None]), w2, chosen, weights),
+            r"w13.data: got .*, wanted uint8\[e, tiles, slabs",
+        ),
+        ((given, changed(data=w13.data[..., :2000]), w2, chosen, weights), "w13.data: got slabs of 2000 bytes, wanted"),
+        ((given, changed(factor=w13.factor[:1]), w2, chosen, weights), r"w13.factor: got float32\[1\], wanted"),
+        ((given, changed(factor=w13.factor.astype(jnp.bfloat16)), w2, chosen, weights), "w13.factor: got bfloat16"),
         ((given, w13, in_fp8[1], chosen, weights), "w2: got matrices in e4m3, wanted mxfp4, as w13 has"),
     ]
     for args, says in cases:

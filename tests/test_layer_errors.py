@@ -40,6 +40,7 @@ AT = jnp.arange(8, dtype=jnp.int32)[None]
 STATE, CACHE = COMPRESSOR.state(2, 2), LAYER.cache(2, 16, jnp.float32)
 TABLE = np.arange(4, dtype=np.int32).reshape(2, 2)
 OF_WINDOW = LAYERS[0].cache(2, 16, jnp.float32)
+ONE = pack_matrix(jnp.ones((128, 128), jnp.float8_e4m3fn), jnp.ones((1, 1)))
 SEVERAL = pack_matrix(jnp.ones((2, 128, 128), jnp.float8_e4m3fn), jnp.ones((2, 1, 1)))
 
 
@@ -178,6 +179,7 @@ OPERANDS = [
     (lambda: step_product(X, jnp.zeros((8, 24))), r"step_product: x: got float32\[2, 8, 24\], wanted .*\[b, s, 8\]"),
     (lambda: step_product(X, jnp.zeros((24, 8)), dtype="bfloat16"), r"dtype: got bfloat16, wanted float32"),
     (lambda: step_product(X, jnp.zeros((24, 8)), dtype="wide"), r"dtype: got wide, wanted float32"),
+    (lambda: step_product(X, dataclasses.replace(ONE, data=ONE.data[:1])), r"w.data: got uint8\[1, 2, 4112\], wanted"),
     (lambda: step_product(X, SEVERAL), r"step_product: w: got 2 packed matrices, wanted one"),
     (lambda: rope(X, jnp.zeros((3, 8), jnp.int32), Rope(8)), r"rope: positions: got int32\[3, 8\], wanted int32\[b=2"),
     (lambda: inverse_rope(X, AT, None), r"inverse_rope: rotation: got None, wanted a Rope"),

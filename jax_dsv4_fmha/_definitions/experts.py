@@ -19,6 +19,8 @@ GROUP = 32
 """numbers of a row in MXFP4 that share a scale"""
 CODES, SLAB_BYTES = 2048, 2176
 """bytes of a slab of a tile in MXFP4: its codes, then also its scales"""
+BYTES = SLAB_BYTES, slabs.SLAB_BYTES
+"""those of a slab in either format"""
 UNIT = 256
 """rows and columns of a matrix that is packed are multiples of it"""
 MXFP4, E4M3 = "mxfp4", "e4m3"

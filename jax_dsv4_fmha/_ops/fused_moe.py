@@ -125,6 +125,12 @@ def _check_packed(op: str, w13: Any, w2: Any, k: Any) -> int:
     for name, w, gated in (("w13", w13, True), ("w2", w2, False)):
         if not isinstance(w, PackedExperts):
             raise _check.error(TypeError, op, name, w, "PackedExperts, as pack_experts makes them, as the other one is")
+        dims: dict[str, Any] = {}
+        _check.operand(op, f"{name}.data", w.data, "e tiles slabs bytes", dims, (jnp.dtype(jnp.uint8),))
+        if dims["bytes"] not in experts.BYTES:
+            wanted = f"{' or '.join(map(str, experts.BYTES))}, as pack_experts makes them"
+            raise _check.error(ValueError, op, f"{name}.data", f"slabs of {dims['bytes']} bytes", wanted)
+        _check.operand(op, f"{name}.factor", w.factor, "e", dims, _check.FP32)
         if w.gated != gated:
             got, wanted = ("a gated matrix", "a plain one") if w.gated else ("a plain matrix", "a gated one")
             raise _check.error(ValueError, op, name, got, wanted)

@@ -90,6 +90,7 @@ def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
     if isinstance(w, PackedMatrix):
         if w.data.ndim != 3:
             raise _check.error(ValueError, op, "w", f"{len(w.data)} packed matrices", "one")
+        _operands.packed_data(op, "w", w)
         w = w.reshape(w.columns, w.rows)
     else:
         w = _check.array(op, "w", w, "floats[k, n]", lambda w: w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating))

@@ -68,6 +68,12 @@ def _agree_packed(op: str, name: str, got: PackedMatrix, shape: tuple[int, ...])
         found = f"a PackedMatrix{list(got.shape)} of {got.rows} rows and {got.columns} columns"
         wanted = f"one of {rows} rows and {columns} columns, for {list(shape)}: the shape is `pack_matrix`'s to be told"
         raise _check.error(ValueError, op, name, found, wanted)
+    packed_data(op, name, got, *several)
+
+
+def packed_data(op: str, name: str, got: PackedMatrix, *several: int) -> None:
+    """Raises unless the data are those of so many matrices of its rows and columns."""
+    rows, columns = got.rows, got.columns
     of_data = *several, -(-rows // BLOCK) * BLOCK // TILE, -(-columns // BLOCK) * BLOCK // SLAB, SLAB_BYTES
     fits = lambda x: x.shape == of_data and x.dtype == jnp.uint8  # noqa: E731
     _check.array(op, f"{name}.data", got.data, f"uint8{list(of_data)}", fits)

@@ -129,34 +129,26 @@ class BackwardStreamsSm90(Kernel):
         for i in cutlass.range_constexpr(STREAMS):
             cute.arch.mbarrier_wait(barriers + i, 0)
         channel = part * c.channels + warp * GROUP + cute.arch.lane_idx() % 4 * VECTOR
-        scale = [load(given.scale + i) for i in range(3)]
         norm, of_norm = numbers_of(given.norm + channel, VECTOR), cute.make_rmem_tensor(VECTOR, Float32)
         of_norm.fill(0.0)
         walks = cute.arch.grid_dim()[0] // PARTS
         for half in cutlass.range_constexpr(2):
             self.fetch(given, half, own, channel, walk * TOKENS, tokens)
-        tiles, place = ceil_div(tokens, Int32(TOKENS)), shares
-        for tile in cutlass.range(walk, tiles, walks, unroll=1):
-            first, following = tile * TOKENS, (tile + walks) * TOKENS
+        for tile in cutlass.range(walk, ceil_div(tokens, Int32(TOKENS)), walks, unroll=1):
+            first, place = tile * TOKENS, shares + ((tile - walk) // walks & 1) * c.share_bytes
+            following = first + walks * TOKENS
             if thread == 0:
                 self.prefetch(given, following, tokens)
             known = [self.known(given, token_of(first, half, tokens)) for half in range(2)]
-            factors = [self.factors(given, token_of(first, half, tokens)) for half in range(2)]
-            cute.arch.sync_threads()
-            if tile > walk:  # while what this tile begins with is under way
-                self.add_up(place, made, part, first - walks * TOKENS, tokens)
-            place = shares + ((tile - walk) // walks & 1) * c.share_bytes
             acc = cute.make_rmem_tensor((4, COLUMNS, STREAMS), Float32)
-            self.multiply(acc, fn, scale, factors)
+            self.multiply(acc, fn, given, first, tokens)
             for half in cutlass.range_constexpr(2):
                 cute.arch.cp_async_wait_group(1)  # of what a lane fetched, the next half is under way
                 self.of_token(acc, half, known[half], of_norm, norm, own, place, made, channel, first, tokens)
                 self.fetch(given, half, own, channel, following, tokens)
+            cute.arch.sync_threads()
+            self.add_up(place, made, part, first, tokens)
         cute.arch.cp_async_wait_group(0)  # zeros, for what follows the last tile
-        cute.arch.sync_threads()
-        last = walk + (tiles - 1 - walk) // walks * walks
-        if walk < tiles:
-            self.add_up(place, made, part, last * TOKENS, tokens)
         for k in cutlass.range_constexpr(VECTOR):
             for offset in (4, 8, 16):
                 of_norm[k] = of_norm[k] + cute.arch.shuffle_sync_bfly(of_norm[k], offset=offset)
@@ -192,14 +184,12 @@ class BackwardStreamsSm90(Kernel):
                 prefetch_bulk((array + Int64(first) * count).toint(), 4 * TOKENS * count)
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, fn: Int32, scale: list, factors: list):
+    def multiply(self, acc: cute.Tensor, fn: Int32, given: Given, first: Int32, tokens: Int32):
         """acc <- of a warp's channels and a tile's tokens, what comes by the product with fn."""
         c, lane = self.config, cute.arch.lane_idx()
         row, column = lane // 4, lane % 4
         acc.fill(0.0)
-        split = [
-            [in_two(x * (scale[min(i, 2)] * inverse)) for i, x in enumerate(of_token)] for *of_token, inverse in factors
-        ]
+        split = [self.factors(given, token_of(first, half, tokens)) for half in range(2)]
         place = fn + column * c.row_bytes + (cute.arch.warp_idx() * GROUP + row * 4) * 4
         for stream in cutlass.range_constexpr(STREAMS):
             for step in cutlass.range_constexpr(STEPS):
@@ -218,9 +208,12 @@ class BackwardStreamsSm90(Kernel):
                         acc[r, q, stream] = total[r]
 
     def factors(self, given: Given, at: Int64) -> list:
-        """The numbers of a token that a lane multiplies rows of fn by: lane % 4, 4 more, and so on; and 1 / rms(x')."""
-        numbers, column = given.numbers + at * ROW, cute.arch.lane_idx() % 4
-        return [load(numbers + (column + 4 * i)) for i in range(2 * STEPS)] + [load(numbers + (ROW - 1))]
+        """The factors of rows of fn that a lane has of a token, each `in_two`: of numbers lane % 4, 4 more, …"""
+        numbers = given.numbers + at * ROW
+        inverse = load(numbers + (ROW - 1))
+        scales = [load(given.scale + i) * inverse for i in range(3)]
+        column = cute.arch.lane_idx() % 4
+        return [in_two(load(numbers + (column + 4 * i)) * scales[min(i, 2)]) for i in range(2 * STEPS)]
 
     @cute.jit
     def of_token(
