@@ -115,7 +115,7 @@ def readme() -> str:
     steps = steps_beside_flashmla()
     packed = [extent(x for (kind, h, b), x in steps.items() if (kind, h) == ("fp8", n) and b >= 64) for n in (128, 64)]
     card, stack = _stack()
-    whole = next(row for row in WHOLE["rows"] if row["work"].startswith("step, b 64,"))
+    one, many = (next(row for row in WHOLE["rows"] if row["work"].startswith(f"step, b {b},")) for b in (1, 64))
     return bullets(f"""- **A prompt.** Attention of 128 heads over a window of 128 and 1024 selected keys takes {_milli(ours(layer))} for 4096
   queries, at {rate(layer)} TFLOP/s. FlashMLA, [timed in turns](docs/peers.md#flashmla), takes {of_peer(row_of(PEERS, PROMPT), "flashmla")} times as long. Over the window alone it takes
   {_milli(ours(window))}; FlashMLA takes {of_peer(row_of(PEERS, WINDOW), "flashmla")} times as long, XLA {of_peer(window, "xla")} times.
@@ -124,8 +124,8 @@ def readme() -> str:
   {packed[1]} times with 64.
 - **A step of a model**: the attention layers of V4-Flash, all 43 with their products, take {_milli(seconds(stack, "at once"))} for 64 sequences of 16384 tokens on an {card},
   in {stack["times"]["ours"]["launches"]} launches.
-- **The whole model**: {WHOLE["devices"]} H200s take {whole["ms"]:.1f} ms for a step of 64 sequences of 8192 tokens with all of V4-Flash, experts in
-  MXFP4 and projections in FP8: {whole["tokens/s"]:.0f} tokens/s ([how](docs/tutorials/model.md#how-fast)).""")
+- **The whole model**: {WHOLE["devices"]} H200s take {one["ms"]:.1f} ms for a token of V4-Flash after 8192, experts in MXFP4 and projections in FP8, and
+  {many["ms"]:.1f} ms for a step of 64 such sequences: {many["tokens/s"]:.0f} tokens/s ([how](docs/tutorials/model.md#how-fast)).""")
 
 
 def at_a_glance() -> str:
