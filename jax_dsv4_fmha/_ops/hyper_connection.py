@@ -168,7 +168,8 @@ def _gradient(*operands: jax.Array, **params: Any) -> Arrays:
 def _keeping(*operands: jax.Array, **params: Any) -> Arrays:
     """The definition keeps nothing: its gradient begins anew."""
     made = _definition(*operands, **params)
-    zeros = jnp.zeros((*made[2].shape[:2], NUMBERS)), jnp.zeros(made[2].shape[:2])
+    b, s = made[2].shape[:2]
+    zeros = jnp.zeros((b, s, NUMBERS), jnp.float32), jnp.zeros((b, s), jnp.float32)
     return *made, made[0], *vary(zeros, varying(operands))
 
 
