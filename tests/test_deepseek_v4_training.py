@@ -160,7 +160,7 @@ def test_no_copy_of_a_state(axes):
 @pytest.mark.usefixtures("built")
 def test_a_policy_keeps_what_those_before_it_keep_and_more():
     """Of a layer of V4-Flash's sizes: the experts' gates and up projections, then products, then parameters."""
-    model = Model.from_config(first_layers(FLASH, 1) | {"n_routed_experts": 16, "num_hash_layers": 0})
+    model = Model.from_config(first_layers(FLASH, 1, 16))
     with common.mesh_of(1, 1, data=1):
         of = kept(model)
     assert list(of) == list(train.POLICIES) and list(of.values()) == sorted(set(of.values()))
