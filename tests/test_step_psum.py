@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha import EXPORT_CHECKS
 from jax_dsv4_fmha._host import all_reduce as raw
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import step_psum
+from jax_dsv4_fmha.layers._few_rows import summed_product
 
 DEVICES = 2
 
@@ -25,7 +27,7 @@ def mesh_of(*sizes):
 
 
 def summed(x, over="expert", mesh=None, f=step_psum):
-    """x `[devices, …]`, of which each device has a part: the sum, as each device has it, `[devices, …]`."""
+    """The sum of x `[devices, …]` over devices with a part each, as each of them has it, `[devices, …]`."""
     mesh = mesh or mesh_of(DEVICES)
     spec = P(mesh.axis_names)
     return jax.shard_map(lambda x: f(x, over), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
@@ -76,12 +78,26 @@ def test_which_sums_are_the_kernels(monkeypatch, shape, dtype, devices, processe
     monkeypatch.setattr(library, "architectures", lambda: ("sm_90a",))
     f = functools.partial(summed, mesh=mesh_of(devices // 2, 2))
     x = jnp.zeros((devices * shape[0], shape[1]), dtype)
-    text = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=CHECKS)(x).mlir_module()
+    text = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(x).mlir_module()
     assert ("dsv4_fmha_all_reduce" in text) == takes
     assert ("stablehlo.all_reduce" in text) == (not takes)
 
 
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_all_reduce")]
+def test_ops_on_a_mesh_sum_by_it(monkeypatch):
+    """Here a step's last product, whose groups of heads devices share."""
+    monkeypatch.setattr(raw, "exchanging_devices", lambda: 2)
+    monkeypatch.setattr(library, "architectures", lambda: ("sm_90a",))
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def like(*shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    x, w = like(1, 1, 8, 1024, spec=P(None, None, "model")), like(8, 1024, 4096, spec=P("model"))
+    product = jax.jit(functools.partial(summed_product, kernel=True))
+    text = jax.export.export(product, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(x, w).mlir_module()
+    assert "dsv4_fmha_few_rows_product" in text and "dsv4_fmha_all_reduce" in text
+    assert "stablehlo.all_reduce" not in text
+
 
 of_two_gpus = pytest.mark.skipif(jax.default_backend() != "gpu" or jax.device_count() < 2, reason="needs two GPUs")
 
