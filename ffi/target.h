@@ -97,6 +97,12 @@ ffi::Error Read(ffi::Dictionary attributes, NamesAndPlaces... given) {
   return ReadEach(attributes, given...);
 }
 
+// What both stages decode of a call besides: the device, arrays and attributes.
+template <typename Binding>
+auto WithArrays(Binding binding) {
+  return std::move(binding).template Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs();
+}
+
 // The handlers of both stages. `read` fills in a call's attributes. All targets have handlers of two types, for which
 // the compiler instantiates XLA's templates once.
 template <typename Family, const Target& target, ffi::Error (*read)(ffi::Dictionary, typename Family::Call*)>
@@ -124,23 +130,12 @@ struct Handlers {
   }
 
   static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                               .Ctx<ffi::DeviceOrdinal>()
-                               .RemainingArgs()
-                               .RemainingRets()
-                               .Attrs()
-                               .To(&OnInitialize)
-                               .release();
+    static auto* handler = WithArrays(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()).To(&OnInitialize).release();
     return handler->Call(frame);
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::Bind()
-                               .Ctx<ffi::PlatformStream<CUstream>>()
-                               .Ctx<ffi::DeviceOrdinal>()
-                               .RemainingArgs()
-                               .RemainingRets()
-                               .Attrs()
+    static auto* handler = WithArrays(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream>>())
                                .To(&OnExecute, {ffi::Traits::kCmdBufferCompatible})
                                .release();
     return handler->Call(frame);
@@ -175,48 +170,35 @@ struct HandlersWithState {
   }
 
   static XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                               .Ctx<ffi::State<State>>()
-                               .template Ctx<ffi::DeviceOrdinal>()
-                               .RemainingArgs()
-                               .RemainingRets()
-                               .Attrs()
+    static auto* handler = WithArrays(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::State<State>>())
                                .To(&OnInitialize)
                                .release();
     return handler->Call(frame);
   }
 
   static XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
-    static auto* handler = ffi::Ffi::Bind()
-                               .Ctx<ffi::State<State>>()
-                               .template Ctx<ffi::PlatformStream<CUstream>>()
-                               .template Ctx<ffi::DeviceOrdinal>()
-                               .RemainingArgs()
-                               .RemainingRets()
-                               .Attrs()
-                               .To(&OnExecute, {ffi::Traits::kCmdBufferCompatible})
-                               .release();
+    static auto* handler =
+        WithArrays(ffi::Ffi::Bind().Ctx<ffi::State<State>>().template Ctx<ffi::PlatformStream<CUstream>>())
+            .To(&OnExecute, {ffi::Traits::kCmdBufferCompatible})
+            .release();
     return handler->Call(frame);
   }
 };
 
 }  // namespace dsv4_fmha
 
-#define DSV4_FMHA_TARGET_WITH_STATE(name, Family, target, read)                                                     \
-  XLA_FFI_Error* dsv4_fmha_##name##_instantiate(XLA_FFI_CallFrame* frame) {                                         \
-    return dsv4_fmha::HandlersWithState<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Instantiate(frame); \
-  }                                                                                                                 \
-  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {                                          \
-    return dsv4_fmha::HandlersWithState<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Initialize(frame);  \
-  }                                                                                                                 \
-  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                                                       \
-    return dsv4_fmha::HandlersWithState<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Execute(frame);     \
+#define DSV4_FMHA_HANDLERS(Of, Family, target, read) \
+  dsv4_fmha::Of<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>
+
+#define DSV4_FMHA_TARGET(name, Of, Family, target, read)                    \
+  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {  \
+    return DSV4_FMHA_HANDLERS(Of, Family, target, read)::Initialize(frame); \
+  }                                                                         \
+  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {               \
+    return DSV4_FMHA_HANDLERS(Of, Family, target, read)::Execute(frame);    \
   }
 
-#define DSV4_FMHA_TARGET(name, Family, target, read)                                                      \
-  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {                                \
-    return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Initialize(frame); \
-  }                                                                                                       \
-  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                                             \
-    return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::target, dsv4_fmha::read>::Execute(frame);    \
+#define DSV4_FMHA_STATE_OF(name, Family, target, read)                                      \
+  XLA_FFI_Error* dsv4_fmha_##name##_instantiate(XLA_FFI_CallFrame* frame) {                 \
+    return DSV4_FMHA_HANDLERS(HandlersWithState, Family, target, read)::Instantiate(frame); \
   }

@@ -133,8 +133,11 @@ def _reader(t: Target) -> str:
 
 
 def _registered(t: Target) -> str:
-    name, how = _camel(t.name), "_WITH_STATE" if t.state else ""
-    return f"DSV4_FMHA_TARGET{how}({t.name}, {_camel(t.calls)}, k{name}Target, Read{name})"
+    name = _camel(t.name)
+    how = f"{_camel(t.calls)}, k{name}Target, Read{name})"
+    if not t.state:
+        return f"DSV4_FMHA_TARGET({t.name}, Handlers, {how}"
+    return f"DSV4_FMHA_STATE_OF({t.name}, {how}\nDSV4_FMHA_TARGET({t.name}, HandlersWithState, {how}"
 
 
 def _shared(state: str) -> str:
