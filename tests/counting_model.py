@@ -93,6 +93,14 @@ def server(
     return Server(Counting(), {}, jnp.float32, places, room, chunk, page, pages, **{"readers": max(places, 1), **how})
 
 
+def assert_served(request: Request) -> None:
+    """It is right, and has said all that it wanted, or up to a token that ends it, unless it was forgotten."""
+    assert_right(request)
+    ended = request.said[-1:] and request.said[-1] in request.end
+    assert request.gone or ended or len(request.said) == request.wanted
+    assert not set(request.said[:-1]) & request.end
+
+
 def assert_right(request: Request) -> None:
     """It has said what comes after its prompt."""
     assert request.said == counting(int(request.prompt[0]) + len(request.prompt), len(request.said)).tolist()

@@ -23,6 +23,7 @@ from .counting_model import (
     Counting,
     assert_empty,
     assert_right,
+    assert_served,
     calls_of,
     counting,
     done,
@@ -474,10 +475,7 @@ def random_run(seed):
             serving.forget(requests[int(rng.integers(len(requests)))])
     done(serving)
     for request in requests:
-        assert_right(request)
-        ended = request.said[-1:] and request.said[-1] in request.end
-        assert request.gone or ended or len(request.said) == request.wanted
-        assert not set(request.said[:-1]) & request.end
+        assert_served(request)
     assert_empty(serving)
     return serving
 

@@ -5,7 +5,7 @@ import pytest
 
 from examples.serving import Request
 
-from .counting_model import VOCABULARY, assert_empty, assert_right, counting, done, server
+from .counting_model import VOCABULARY, assert_empty, assert_served, counting, done, server
 
 
 def run(seed, rounds):
@@ -24,10 +24,7 @@ def run(seed, rounds):
             serving.forget(requests[int(rng.integers(len(requests)))])
     done(serving)
     for request in requests:
-        assert_right(request)
-        ended = request.said[-1:] and request.said[-1] in request.end
-        assert request.gone or ended or len(request.said) == request.wanted
-        assert not set(request.said[:-1]) & request.end
+        assert_served(request)
     assert_empty(serving)
     return serving
 

@@ -142,9 +142,8 @@ def served(
         params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
         model = model.with_precision(precision)
         params = model.joined(params)
-        how = {"speculate": speculate, "progress": progress, "readers": readers, "prefixes": prefixes}
-        how["rounds"] = rounds
-        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
+        how = {"speculate": speculate, "readers": readers, "prefixes": prefixes, "rounds": rounds}
+        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, progress=progress, **how)
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         a_token, a_place = common.bytes_a_token(server.caches, pages * page)
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)

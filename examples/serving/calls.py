@@ -105,7 +105,7 @@ class Programs:
         ahead: int,
         own_drafts: bool,
         prefixes: int,
-        rounds: int = 1,
+        rounds: int,
     ) -> None:
         b, pages = table
         numbers = jnp.full(table, -1, jnp.int32), *(jnp.zeros(b, jnp.int32) for _ in range(2))

@@ -53,9 +53,8 @@ class Server:
       readers: prompts that are read at once, at most.
       prefixes: beginnings of prompts that are kept for later ones, at most. Each takes as many bytes as a place has
         besides pages. Its pages are taken from it when no others are free.
-      rounds: steps of a call. The host is heard less often with more: it has more time for each call, of which the
-        device takes one after the other, but what a place says after the end of its request, up to `rounds` steps, is
-        said in vain, and a prompt that comes waits for as many.
+      rounds: steps of a call. More of them leave the host more time for each call. But a place may say up to so many
+        tokens in vain after the end of its request, and a prompt that comes waits for as many steps.
       speculate: drafts of a place in a step, at most: the model's own, or what came after the same tokens before in
         the same request.
       seed: from which requests that have none get one.
@@ -82,8 +81,9 @@ class Server:
         prefixes: int = 64,
         rounds: int = 1,
     ) -> None:
-        sizes = {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages, "readers": readers}
-        for name, size in (sizes | {"rounds": rounds}).items():
+        sizes = {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages}
+        sizes |= {"readers": readers, "rounds": rounds}
+        for name, size in sizes.items():
             integer(name, size, 1)
         integer("speculate", speculate, 0)
         integer("prefixes", prefixes, 0)
