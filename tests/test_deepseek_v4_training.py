@@ -159,7 +159,7 @@ def test_no_copy_of_a_state(axes):
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
 def test_a_policy_keeps_what_those_before_it_keep_and_more():
-    """Of a layer of V4-Flash's sizes: the experts' gates and up projections, then products, then parameters."""
+    """A layer of V4-Flash's sizes keeps the experts' gates and up projections, then products, then parameters."""
     model = Model.from_config(first_layers(FLASH, 1, 16))
     with common.mesh_of(1, 1, data=1):
         of = kept(model)

@@ -91,7 +91,7 @@ FAULTS = [
     ),
     PlantedFault("tiles that begin within a box", PAGED, Wrong, r"lse is wrong", unaligned),
     PlantedFault(
-        "the table read for what nobody sees",
+        "pages of unseen keys are looked up",
         PAGED,
         OutOfBounds,
         r"ld\.global[^\n]*\n\s+loads 4 bytes [^\n]*outside of every allocation",

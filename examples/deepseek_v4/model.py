@@ -223,8 +223,8 @@ class Model:
     def several(
         self, params: Any, tokens: jax.Array, caches: Caches, lengths: jax.Array, count: int
     ) -> tuple[jax.Array, Caches]:
-        """`count` steps in one program, which costs the host one call: the likeliest tokens `[b, count]`, of which each
-        step takes the last one. Takes what `step` takes.
+        """`count` steps in one program, for one call of the host: the likeliest tokens `[b, count]`. Each step takes
+        what the one before has said. Takes what `step` takes.
         """
 
         def once(now: Any, n: jax.Array) -> Any:

@@ -50,8 +50,8 @@ def hyper_connection_bwd(
     eps: float,
     hc_eps: float,
 ) -> tuple[jax.Array, ...]:
-    """The gradients of x, y and taken, like these; and float32 `[b, s, 32]`: the gradient of the logits, of which there
-    are fn's 24, what z took the streams by, three numbers, and 1 / rms of all streams; `[PARTS, b, s, 20]`, whose sum
+    """The gradients of x, y and taken, like these; and float32 `[b, s, 32]`: the gradients of fn's 24 logits, what z
+    took the streams by, three numbers, and 1 / rms of all streams; `[PARTS, b, s, 20]`, whose sum
     is the gradient of post and then of mix; and `[WALKS, hidden]`, whose sum is the gradient of norm.
 
     Args:

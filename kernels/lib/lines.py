@@ -10,7 +10,7 @@ from cutlass import Int32, Int64
 from .ptx import read_line, stop_with_error
 
 LINE, BYTES = 16, 8  # bytes of a line, and those that it carries
-TRIES = 1 << 27  # about a minute and a half
+TRIES = 1 << 27  # a minute or two, if a look takes about a microsecond
 
 
 @cute.jit

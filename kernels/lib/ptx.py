@@ -347,7 +347,7 @@ def take_next(address: Int32) -> Int32:
 
 
 def send_line(address: Int64, words: tuple[Int32, Int32], message: Int32) -> None:
-    """Writes two words into any device's memory, each with a number behind it; a word and its number arrive at once."""
+    """Writes two words into any device's memory, and a number after each. A word and its number arrive together."""
     ptx(
         "{ .reg .b64 x, y; mov.b64 x, {$1, $3}; mov.b64 y, {$2, $3}; st.relaxed.sys.global.v2.b64 [$0], {x, y}; }",
         Int64(address),
@@ -357,7 +357,7 @@ def send_line(address: Int64, words: tuple[Int32, Int32], message: Int32) -> Non
 
 
 def read_line(address: Int64) -> tuple[Int32, ...]:
-    """Two words of a line as it is now, and the number behind each."""
+    """Two words of a line as it is now, and the number after each."""
     return ptx(
         "{ .reg .b64 x, y; ld.relaxed.sys.global.v2.b64 {x, y}, [$4]; mov.b64 {$0, $2}, x; mov.b64 {$1, $3}, y; }",
         Int64(address),
