@@ -22,6 +22,7 @@
 #include "rope_plan.h"
 #include "route_plan.h"
 #include "seen_slots_plan.h"
+#include "unpack_matrix_plan.h"
 
 using namespace dsv4_fmha;
 
@@ -228,6 +229,14 @@ int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps,
       : shape->takes_heads != 0 ? (packed ? kFewRowsProductOfTurnedOfPacked : kFewRowsProductOfTurned)
                                 : (packed ? kFewRowsProductOfPacked : kFewRowsProduct);
   return Show(layout.name, PlanFewRowsProduct(*shape, eps, scale, *tiles, *addresses), CheckFewRowsProductShape(*shape),
+              out, error, error_bytes);
+}
+
+// What writes matrices in FP8 as arrays, by CTAs of tile_m rows and tile_n columns: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_unpack_matrix(const UnpackMatrixShape* shape, int32_t tile_m, int32_t tile_n,
+                                 const UnpackMatrixAddresses* addresses, ShownLaunch* out, char* error,
+                                 size_t error_bytes) {
+  return Show(kUnpackMatrix.name, PlanUnpackMatrix(*shape, tile_m, tile_n, *addresses), CheckUnpackMatrixShape(*shape),
               out, error, error_bytes);
 }
 

@@ -622,6 +622,17 @@ class FewRowsProduct(Variant):
 
 
 @dataclass(frozen=True)
+class UnpackMatrix(Variant):
+    """A matrix in FP8, or several, as an array in bfloat16."""
+
+    family, layout = "unpack_matrix", "unpack_matrix"
+
+    @property
+    def params(self) -> Params:
+        return (*each("address", "data", "w"), *each("int32", "matrices", "rows", "columns", "tiles", "slabs"))
+
+
+@dataclass(frozen=True)
 class KvInsert(Variant):
     """New entries of a cache: rows, or blocks of rows that are pooled, and then their norm, RoPE, and the Hadamard
     transform. They are rounded or packed, and written where they belong.
@@ -842,7 +853,7 @@ class AllReduce(Variant):
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
-    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots, KeyCodes, Route, GroupRows),
+    *(Rope, NormRope, IndexQuery, FewRowsProduct, UnpackMatrix, KvInsert, SeenSlots, KeyCodes, Route, GroupRows),
     *(GroupedProduct, ExpertProduct, HyperConnection, HyperConnectionBackward, AllReduce),
 )
 

@@ -402,6 +402,13 @@ TARGETS = (
         ),
         {"parts": "int64", "column": "int64", "scale": "float32", **EPS},
     ),
+    Target(
+        "unpack_matrix",
+        "unpack_matrix",
+        (array(f"data: u8[m {PACKED_MATRIX}]", aligned=True),),
+        (array("w: bf16[m rows columns]", aligned=True),),
+        {},
+    ),
     *(
         Target(
             name,

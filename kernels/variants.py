@@ -42,6 +42,7 @@ from .abi import (
     SeenSlots,
     TileSpans,
     TopK,
+    UnpackMatrix,
     Variant,
 )
 from .packings import PACKED, ROPE
@@ -79,6 +80,7 @@ def plain(arch: str) -> tuple[Variant, ...]:
         *(Rope(op, arch, f"{PLAIN}.rope.{op}", ROPE, "bfloat16") for op in ("rope", "rope_hadamard")),
         IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", ROPE, "bfloat16"),
         Route("route", arch, f"{PLAIN}.route.kernel"),
+        UnpackMatrix("unpack_matrix", arch, f"{PLAIN}.unpack_matrix.kernel"),
         *(
             NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, ROPE, "bfloat16")
             for op in ("norm_rope", "norm_rope_bwd")

@@ -43,6 +43,7 @@ from interpreter.kernels.native import (
     plan_row_scores,
     plan_seen_slots,
     plan_tile_spans,
+    plan_unpack_matrix,
     variant_of,
 )
 from jax_dsv4_fmha._host.library import held, manifest
@@ -73,6 +74,7 @@ from kernels.abi import (
     SeenSlots,
     TileSpans,
     TopK,
+    UnpackMatrix,
 )
 from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_code, read_kernel, wild_copies
@@ -178,6 +180,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         if variant.weights:
             sizes |= {"is_packed": 1, "tiles": 8, "slabs": 16, "slab_bytes": 4112}
         launch = plan_few_rows_product(sizes, 1.0, tile_m=64, tile_n=128, cluster=2)
+    elif isinstance(variant, UnpackMatrix):
+        sizes = {"matrices": 2, "rows": 70, "columns": 264, "tiles": 2, "slabs": 6, "slab_bytes": 4112}
+        launch = plan_unpack_matrix(sizes, tile_m=64, tile_n=256)
     elif isinstance(variant, KvInsert):
         x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)
         launch = plan_kv_insert(x.shape, 1.0, tile_m=1)

@@ -441,6 +441,14 @@ def plan_few_rows_product(
     )
 
 
+def plan_unpack_matrix(
+    shape: dict[str, int], *, tile_m: int, tile_n: int, addresses: dict[str, int] | None = None
+) -> Plan:
+    """Returns the launch that writes matrices in FP8 as arrays; ValueError where the library refuses it."""
+    given, at = ctypes.byref(filled("UnpackMatrixShape", **shape)), addressed("unpack_matrix", addresses)
+    return planned("unpack_matrix", given, ctypes.c_int32(tile_m), ctypes.c_int32(tile_n), at)
+
+
 def plan_group_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """Returns the launch that sorts rows by expert; ValueError where the library refuses it, as in what follows."""
     given, at = ctypes.byref(filled("FusedMoeShape", **shape)), addressed("fused_moe", addresses)

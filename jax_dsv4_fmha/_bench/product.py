@@ -1,7 +1,8 @@
 """The suite product: the products of a step in DeepSeek-V4-Flash's layers, beside XLA's.
 
 XLA's are what a layer takes where no kernel does: its product, and the norm of the low-rank query; with our kernel for
-what query heads get after it, or for RoPE back of o before it.
+what query heads get after it, or for RoPE back of o before it. Beside them is what unpacks such matrices for products
+of more rows.
 """
 
 import math
@@ -11,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._definitions import packed_matrix
 from .._definitions.packed_matrix import PackedMatrix, pack_matrix
+from .._dispatch.unpack_matrix import rows_first
 from .._host.few_rows_product import SQUARED
 from ..layers import DSV4Attention, _few_rows, from_config
 from ..layers._norm import rms_norm
@@ -120,11 +123,64 @@ class ProductRow(CallRow):
         return _few_rows.summed_product(x, w, kernel)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnpackRow(CallRow):
+    """A matrix in FP8 as an array, and then its product of b rows, if any. The peer "xla" unpacks it by definition."""
+
+    op = "unpack_matrix"
+
+    what: str
+    """one of `WHAT`"""
+    b: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"unpacking for {self.what}" + f", and a product, b{self.b}" * (self.b > 0)
+
+    @property
+    def of_step(self) -> ProductRow:
+        return ProductRow(b=max(self.b, 1), what=self.what, packed=True)
+
+    @property
+    def flops(self) -> float:
+        return self.of_step.flops if self.b else 0.0
+
+    @property
+    def bytes(self) -> float:
+        """Codes and the array; before a product rows, codes and results."""
+        rows, matrix = map(math.prod, self.of_step.shapes)
+        y = jax.eval_shape(self.ours, **jax.eval_shape(self.operands, jax.random.key(0)))
+        return matrix + 2.0 * y.size + 2.0 * rows * (self.b > 0)
+
+    def operands(self, key: jax.Array) -> Operands:
+        found = self.of_step.operands(key)
+        x, w = found["x"], found["w"]
+        several, columns, _ = w.parts()
+        return {"x": x.reshape(self.b, *several, *columns), "w": w} if self.b else {"w": w}
+
+    def ours(self, w: PackedMatrix, x: jax.Array | None = None) -> jax.Array:
+        return rows_first(w, jnp.bfloat16) if x is None else _few_rows.product_of(self._sums, x, w)
+
+    def peer(self, name: str, w: PackedMatrix, x: jax.Array | None = None) -> jax.Array:
+        if x is None:
+            return packed_matrix.unpacked(w.data, w.rows, w.columns, jnp.bfloat16)
+        return jnp.einsum(self._sums, x, w.unpacked(x.dtype))
+
+    @property
+    def _sums(self) -> str:
+        if self.what.endswith("wo_a"):
+            return "bgk,gkn->bgn"
+        return "bgk,gkn->bn" if self.what == "wo_b" else "bk,khd->bhd" if "queries" in self.what else "bk,kn->bn"
+
+
+PACKED = tuple(what for what in WHAT if what not in WHAT[1:3])  # all matrices of such a product have FP8
+
 SUITE = Suite(
     "product",
     "#5f5f2f",
     (
         *(ProductRow(b=b, what=what, peers=("xla",)) for b in (1, 8, 64, 128) for what in WHAT),
-        *(ProductRow(b=b, what=what, packed=True) for b in (1, 8, 64, 128) for what in WHAT if what not in WHAT[1:3]),
+        *(ProductRow(b=b, what=what, packed=True) for b in (1, 8, 64, 128) for what in PACKED),
+        *(UnpackRow(what=what, b=b, peers=("xla",)) for b in (0, 256, 4096) for what in PACKED),
     ),
 )

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,7 +55,15 @@ class PackedMatrix:
 
     def unpacked(self, dtype: Any = jnp.float32) -> Array:
         """The array that it stands for, of this shape."""
-        return jnp.swapaxes(_of_shards(self.data, self.rows, self.columns, dtype), -1, -2).reshape(self.shape)
+        found = of_shards(unpacked, self.data, self.rows, self.columns, dtype)
+        return jnp.swapaxes(found, -1, -2).reshape(self.shape)
+
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The shape cut into the axis of several matrices, if any, those of the columns and those of the rows."""
+        several = math.prod(self.shape) // (self.rows * self.columns)
+        first = int(several > 1)
+        last = first + list(itertools.accumulate(self.shape[first:], operator.mul)).index(self.columns) + 1
+        return self.shape[:first], self.shape[first:last], self.shape[last:]
 
     def reshape(self, *shape: int) -> "PackedMatrix":
         """The same matrix in another shape, one of whose extents may be -1.
@@ -82,19 +91,20 @@ def _wanted(rows: int, columns: int) -> str:
     return f"axes of {columns} columns, then axes of {rows} rows, and before both one of several matrices"
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
-def _of_shards(data: Array, rows: int, columns: int, dtype: Any) -> Array:
-    """`unpacked`, where Explicit axes of a mesh may shard the data: each device then unpacks its tiles and slabs.
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 2, 3, 4))
+def of_shards(unpack: Callable[..., Array], data: Array, rows: int, columns: int, dtype: Any) -> Array:
+    """`unpack`, which is `unpacked` or does the same, where Explicit axes of a mesh may shard the data: each device
+    then unpacks its tiles and slabs.
 
     It is jitted because JAX outside of jit wants `jax.set_mesh` where Explicit axes shard an array.
     """
     spec = explicit_axes.entries(data)
     if not (names := {name for entry in spec for name in explicit_axes.names(entry)}):
-        return unpacked(data, rows, columns, dtype)
+        return unpack(data, rows, columns, dtype)
 
     def of_device(data: Array) -> Array:
         *_, tiles, n, _ = data.shape
-        return unpacked(data, tiles * TILE, n * SLAB, dtype)
+        return unpack(data, tiles * TILE, n * SLAB, dtype)
 
     with jax.sharding.use_abstract_mesh(jax.typeof(data).sharding.mesh):
         found = jax.shard_map(of_device, in_specs=P(*spec), out_specs=P(*spec[:-1]), axis_names=names)(data)

@@ -1,11 +1,12 @@
 """A step's products: few rows with large matrices, by a kernel that reads a matrix once, where there is one.
 
 On Hopper, products of more than MAX_ROWS rows, and of matrices in another dtype than x, are XLA's. A matrix may be a
-`PackedMatrix`, which kernels read in FP8; XLA unpacks it.
+`PackedMatrix`, which kernels read in FP8. For XLA's products it is unpacked in every call, with its rows first.
 """
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from .._definitions.packed import quantize_rows
 from .._definitions.packed_matrix import FORMAT, PackedMatrix, unpacked
 from .._definitions.rope import normed_and_rotated, rotated_pairs
 from .._definitions.slabs import BLOCK
+from .._dispatch import unpack_matrix
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -47,8 +49,20 @@ class LowRank(NamedTuple):
 
 
 def array_of(w: Matrix, dtype: Any) -> jax.Array:
-    """w in dtype. A packed matrix is unpacked to it in `jnp`, in every call: so do prompts, chunks and definitions."""
-    return w.unpacked(dtype) if isinstance(w, PackedMatrix) else w.astype(dtype)
+    """w in dtype."""
+    return unpack_matrix.unpacked(w, dtype) if isinstance(w, PackedMatrix) else w.astype(dtype)
+
+
+def product_of(sums: str, x: jax.Array, w: Matrix, **options: Any) -> jax.Array:
+    """`jnp.einsum` of x and w, whose axes in `sums` are those of its columns, then those of its rows, in x's dtype. A
+    packed matrix has these the other way round when it is unpacked.
+    """
+    if not isinstance(w, PackedMatrix):
+        return jnp.einsum(sums, x, w.astype(x.dtype), **options)
+    of_x, of_w, of_y = re.split(",|->", sums)
+    several, columns, _ = map(len, w.parts())
+    turned = of_w[:several] + of_w[several + columns :] + of_w[several : several + columns]
+    return jnp.einsum(f"{of_x},{turned}->{of_y}", x, unpack_matrix.rows_first(w, x.dtype), **options)
 
 
 def plain_product(x: jax.Array, w: Matrix, dtype: Any, kernel: bool) -> jax.Array:
@@ -57,8 +71,11 @@ def plain_product(x: jax.Array, w: Matrix, dtype: Any, kernel: bool) -> jax.Arra
     call = _call(_PLAIN, x, w, *w.shape, to_float32=is_wide, dtype=jnp.dtype(dtype).name) if kernel else None
     if call is not None:
         return call(x, _operand(w))[0]
-    w = array_of(w, x.dtype)
-    return product(x, w) if is_wide else jnp.einsum("bsk,kn->bsn", x, w)
+    if not is_wide:
+        return product_of("bsk,kn->bsn", x, w)
+    if isinstance(w, PackedMatrix):
+        return product(x, unpack_matrix.rows_first(w, x.dtype), True)
+    return product(x, w)
 
 
 def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
@@ -130,7 +147,7 @@ def query_heads(c: LowRank, w: Matrix, table: jax.Array, eps: float | None, kern
     if run is not None:
         return run(x, _operand(w, w.shape[1]), table, _squares(c))[0]
     assert c.squares is None
-    q = jnp.einsum("bsr,rhd->bshd", x, array_of(w, x.dtype))
+    q = product_of("bsr,rhd->bshd", x, w)
     return rotated(q, table, 1) if eps is None else normed_then_rotated(q, table, eps)
 
 
@@ -201,7 +218,7 @@ def grouped_product(x: jax.Array, w: Matrix, table: jax.Array | None, kernel: bo
     if call is not None:
         return call(in_groups(x), _operand(w), table)[0]
     x = x if table is None else rotated(x, table, -1)
-    return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), array_of(w, x.dtype))
+    return product_of("bsgk,gkr->bsgr", in_groups(x), w)
 
 
 def summed_product(x: jax.Array, w: Matrix, kernel: bool) -> jax.Array:
@@ -212,7 +229,7 @@ def summed_product(x: jax.Array, w: Matrix, kernel: bool) -> jax.Array:
         return call(x, _by_group(w))[0]
     b, s, _, _ = explicit_axes.entries(x)
     summed = explicit_axes.sharding(x, b, s, None)  # over Explicit axes JAX sums where it is told to
-    return jnp.einsum("bsgr,grm->bsm", x, array_of(w, x.dtype), out_sharding=summed)
+    return product_of("bsgr,grm->bsm", x, w, out_sharding=summed)
 
 
 def _by_group(w: Matrix) -> jax.Array:
