@@ -24,6 +24,7 @@ from jax_dsv4_fmha import (
     reference,
     sparse_fmha,
 )
+from jax_dsv4_fmha._dispatch.sharding import on_explicit_axes
 from tests.helpers import QUICK, normal
 from tests.transformed import (
     KINDS,
@@ -190,6 +191,24 @@ def test_a_mesh_that_does_not_fit_heads_is_refused():
         *(jax.device_put(x, NamedSharding(mesh, p)) for x, p in ((q, P(None, None, "model")), (k, P())))
     )
     assert_close(got, reference.fmha(q, k))
+
+
+def test_arrays_without_numbers_stay_outside_of_shard_maps():
+    """XLA of jax 0.11.2 crashes where a shard_map is given one."""
+    mesh = mesh_of("Explicit")
+    specs = P("data"), P("data", None), P()
+
+    def run(*xs, is_partial):
+        return (jnp.concatenate([x.reshape(len(x), -1) for x in xs[:2]], 1) + xs[2].size + is_partial,)
+
+    def call(*xs):
+        return on_explicit_axes(run, mesh.abstract_mesh, specs, (P("data"),), xs)[0]
+
+    xs = [jnp.arange(4.0), jnp.zeros((4, 0)), jnp.zeros((3, 0))]
+    xs = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs, strict=True)]
+    (eqn,) = [eqn for eqn in jax.make_jaxpr(call)(*xs).eqns if eqn.primitive.name == "shard_map"]
+    assert [x.aval.shape for x in eqn.invars] == [(4,)]
+    np.testing.assert_array_equal(jax.jit(call)(*xs)[:, 0], np.arange(4.0))
 
 
 # Kinds of meshes, pools, and operands with different shardings

@@ -43,16 +43,30 @@ def on_explicit_axes(
     # Without jax.set_mesh, a shard_map cannot ask XLA's partitioner: an operand with Auto axes is gathered.
     explicit, known = _explicit_axes(mesh), set(jax.sharding.get_abstract_mesh().axis_names)
     is_partial = AxisType.Auto in mesh.axis_types and explicit <= known
-    on_device = jax.shard_map(
-        functools.partial(run, is_partial=is_partial),
-        in_specs=tuple(given),
-        out_specs=tuple(made),
-        # all, said so, is one too many where jax.vmap maps an axis that is sharded
-        axis_names=explicit if is_partial else frozenset(),
-        check_vma=False,
-    )
+    is_empty = [0 in x.shape for x in operands]
+
+    def some(xs: Sequence[Any]) -> Arrays:
+        return tuple(x for x, none in zip(xs, is_empty, strict=True) if not none)
+
     with jax.sharding.use_abstract_mesh(mesh):
-        return vary(on_device(*_resharded(operands, mesh, given)), varying(operands))
+        placed = _resharded(operands, mesh, given)
+
+        def on_own(*filled: jax.Array) -> Arrays:
+            types, others = map(jax.typeof, placed), iter(filled)
+            own = (jnp.zeros(x.sharding.shard_shape(x.shape), x.dtype) if none else next(others)
+                   for none, x in zip(is_empty, types, strict=True))  # fmt: skip
+            return run(*own, is_partial=is_partial)
+
+        # XLA of jax 0.11.2 crashes where a shard_map is given an array without numbers: each device makes its own
+        on_device = jax.shard_map(
+            on_own,
+            in_specs=some(given),
+            out_specs=tuple(made),
+            # all, said so, is one too many where jax.vmap maps an axis that is sharded
+            axis_names=explicit if is_partial else frozenset(),
+            check_vma=False,
+        )
+        return vary(on_device(*some(placed)), varying(operands))
 
 
 def _resharded(operands: Arrays, mesh: Any, specs: Sequence[P]) -> Arrays:
