@@ -24,6 +24,8 @@ from jax_dsv4_fmha import (
     reference,
     sparse_fmha,
 )
+from jax_dsv4_fmha._dispatch import sharding
+from jax_dsv4_fmha._dispatch.folding import folded
 from jax_dsv4_fmha._dispatch.sharding import on_explicit_axes
 from tests.helpers import QUICK, normal
 from tests.transformed import (
@@ -191,6 +193,18 @@ def test_a_mesh_that_does_not_fit_heads_is_refused():
         *(jax.device_put(x, NamedSharding(mesh, p)) for x, p in ((q, P(None, None, "model")), (k, P())))
     )
     assert_close(got, reference.fmha(q, k))
+
+
+def test_a_device_s_part_of_alike_calls_is_traced_once(monkeypatch):
+    """XLA's partitioner asks for each call what a device computes, and gets the same function."""
+    seen, mesh = [], mesh_of("Auto")
+    x = jax.device_put(jnp.ones((2, 8, 4, 16), jnp.bfloat16), NamedSharding(mesh, P("data")))
+    monkeypatch.setattr(sharding, "folded", lambda call, *xs: seen.append(call) or folded(call, *xs))
+    program = jax.jit(lambda q: functools.reduce(lambda q, _: fmha(q, q[:, :, :1], scale=0.3)[0], range(4), q))
+    lowered = program.lower(x)
+    before = len(seen)
+    lowered.compile()
+    assert len(seen) == before + 1
 
 
 def test_arrays_without_numbers_stay_outside_of_shard_maps():

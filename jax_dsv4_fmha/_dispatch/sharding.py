@@ -274,13 +274,13 @@ def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         if mesh.empty and whole_layout.passes(arguments, results):
             return mesh, alone, *(tuple(x.sharding for x in xs) for xs in (results, arguments))
-        specs = [getattr(x.sharding, "spec", P()) for x in arguments]
-        layout = _Layout(call, shapes, specs, mesh.shape, strict=False)
+        specs = tuple(getattr(x.sharding, "spec", P()) for x in arguments)
+        layout, of_device = _of_device(call, tuple(shapes), specs, mesh)
 
         def on(specs: Any) -> Any:
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-        return mesh, functools.partial(layout.run, alone), on(layout.results), on(layout.operands)
+        return mesh, of_device, on(layout.results), on(layout.operands)
 
     alone = functools.partial(folded, call)
     run = custom_partitioning(alone)
@@ -289,6 +289,17 @@ def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
     run.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
     results: Arrays = run(*operands)
     return results
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_device(
+    call: Call, shapes: tuple[tuple[Any, ...], ...], specs: tuple[P, ...], mesh: Any
+) -> tuple[_Layout, Callable[..., Arrays]]:
+    """How a mesh splits a call, and what a device computes: the same function for calls that are alike, as in the
+    layers of a model, so that JAX traces it once. The partitioner asks for each of them.
+    """
+    layout = _Layout(call, shapes, specs, mesh.shape, strict=False)
+    return layout, jax.jit(functools.partial(layout.run, functools.partial(folded, call)))
 
 
 def _sharding_rule(layout: _Layout, shapes: Sequence[tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
