@@ -220,6 +220,16 @@ def test_shardings_of_packed_parameters():
     assert_equal(unpacked(got), unpacked(want))
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), got, want))
     assert layer.partition("heads", params=plain) == layer.partition("heads")
+    for separate in (plain, packed):
+        joined = jax.eval_shape(layer.joined, separate)
+        specs = layer.partition("heads", params=joined)
+        of_separate = layer.partition("heads", params=separate)
+        assert (
+            specs.keys() == joined.keys() and specs["wx"] == P() and specs["indexer"].keys() == joined["indexer"].keys()
+        )
+        assert all(specs[name] == of_separate[name] for name in ("sink", "wq_b", "wo_a", "wo_b"))
+    with pytest.raises(TypeError, match=r"DSV4Attention: params: got .*more.*, wanted a dict of"):
+        layer.partition("heads", params={**joined, "more": plain["sink"]})
     of_eight = layer.partition("heads") | {"wo_b": P(None, None, "heads")}
     mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), of_eight | {"wo_a": P()})

@@ -92,6 +92,19 @@ def packed_spec(name: str, spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*padded[:first], padded[last], padded[first], None)
 
 
+def of_form(params: Any, specs: dict[str, Any]) -> dict[str, Any]:
+    """The PartitionSpecs of the parameters that `init` makes, for these, which may be `joined`: the matrix is whole."""
+    if not isinstance(params, Mapping) or JOINED not in params:
+        return specs
+
+    def those(params: Any, specs: Any) -> Any:
+        if not isinstance(specs, Mapping) or not isinstance(params, Mapping):
+            return specs
+        return {key: those(params[key], spec) for key, spec in specs.items() if key in params}
+
+    return {**those(params, specs), JOINED: PartitionSpec()}
+
+
 def of_data(op: str, name: str, params: Any, specs: Mapping[str, Any]) -> dict[str, Any]:
     """The PartitionSpecs of parameters, or of their shapes; where one is packed, that of its data."""
     if not isinstance(params, Mapping) or params.keys() != specs.keys():

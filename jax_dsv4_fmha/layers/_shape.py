@@ -82,8 +82,8 @@ class LayerShape:
         Args:
           heads: names of axes; None shards nothing.
           mesh: the Mesh or AbstractMesh; by default that of `jax.set_mesh`, if there is one.
-          params: parameters of which some may be packed, or their shapes: each then has the PartitionSpec of its data.
-            None means that none is packed.
+          params: parameters of which some may be packed, or their shapes, also as `joined` makes them: a packed one has
+            the PartitionSpec of its data. None means parameters as `init` makes them.
 
         Raises:
           ValueError, TypeError: params are not of this layer.
@@ -96,6 +96,7 @@ class LayerShape:
         found = {**specs, **split, "wq_b": PartitionSpec(None, heads)}
         if params is None:
             return found
+        found = _operands.of_form(params, found)
         return _operands.of_data(_OP, "params", params, found)
 
 
