@@ -35,7 +35,9 @@ def gradients(loss):
 )
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["float32", "bfloat16"])
 def test_parts_of_the_tokens(monkeypatch, axes, dtype, tolerance):
-    """Loss and gradients are those of all logits at once; no device has all its tokens' logits, or all its group's rows."""
+    """Loss and gradients are those of all logits at once. No device has those of all its tokens, or all rows of its
+    group, at once.
+    """
     monkeypatch.setattr(head, "COUNT", 5)
     given = operands(dtype)
     want, (dx, dw) = gradients(of_all_logits)(*given)

@@ -62,7 +62,8 @@ def of_a_step(name, tokens, **axes):
     """Losses and loads, gradients, and what collectives move."""
     model, params = small(name)
     model = unrounded(model)
-    with common.mesh_of(axes.get("tensor", 1), 1, data=axes.get("data", 1), context=axes.get("context", 1)) as mesh:
+    sizes = (axes.get(axis, 1) for axis in ("tensor", "expert", "data", "context"))
+    with common.mesh_of(*sizes) as mesh:
         params = placed(model, params, mesh)
         learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_it} for is_it in (False, True))
         f = functools.partial(train.losses, model, jnp.float32, train.POLICIES["but-attention"])
@@ -81,6 +82,7 @@ def on_one_device(name):
     "name, axes",
     [
         ("v4", {"data": 2, "context": 2, "tensor": 2}),
+        ("v4", {"expert": 2, "context": 2, "tensor": 2}),
         ("v4", {"context": 4}),
         ("v4.1", {"context": 4}),
     ],
