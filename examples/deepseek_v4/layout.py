@@ -1,4 +1,4 @@
-"""Where tokens and parameters lie on a mesh with axes "data", "context", "tensor" and "expert".
+"""The places of tokens and parameters on a mesh with axes "data", "context", "tensor" and "expert".
 
 In inference all devices but those of "data" have the same tokens, and share out heads and experts.
 
@@ -35,7 +35,7 @@ GATHERED = "gathered_tokens"
 
 
 def sequences(mesh: Mesh, b: int) -> NamedSharding:
-    """Where a batch of b sequences `[b, s]` comes to in training: whole on every device of "context".
+    """The place of a batch of b sequences `[b, s]` in training: whole on every device of "context".
 
     Raises:
       ValueError: devices would have different numbers of them.
@@ -72,7 +72,7 @@ def within(rows: P) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def stored(spec: P, x: Any) -> P:
-    """Where a state of training has an array that products have as `spec`: over what that does not name of REST, too,
+    """The place in a state of training of what products have as `spec`: over what that does not name of REST, too,
     along the first axis that has room for it. Along the first axis of all nothing is moved within a device.
     """
     mesh, axes = jax.sharding.get_abstract_mesh(), [_names(entry) for entry in spec]

@@ -78,7 +78,7 @@ def losses(
     """
     context = jax.sharding.get_abstract_mesh().shape["context"]
     order = context if context > 1 else None
-    specs, like = model.partition(is_trained=True), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
+    specs, like = model.partition(learned, is_trained=True), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
 
     def ready(params: Any, *path: Any) -> Any:
         """Parameters as the model computes with them: in their dtype, and where products want them."""
@@ -86,7 +86,7 @@ def losses(
 
         def one(x: Any, spec: P, shape: Any) -> Any:
             if is_packed(x):
-                return x
+                return jax.lax.with_sharding_constraint(x, spec)
             return checkpoint_name(layout.gathered(shape.dtype, spec, x), PARAMETERS)
 
         return jax.tree.map(one, params, spec, shape, is_leaf=is_packed)
