@@ -78,7 +78,8 @@ def losses(
     """
     context = jax.sharding.get_abstract_mesh().shape["context"]
     order = context if context > 1 else None
-    specs, like = model.partition(learned, is_trained=True), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
+    specs = model.partition(learned, is_trained=True)
+    like = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
 
     def ready(params: Any, *path: Any) -> Any:
         """Parameters as the model computes with them: in their dtype, and where products want them."""
