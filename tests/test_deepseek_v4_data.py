@@ -163,7 +163,7 @@ def test_states(tmp_path):
 
 def test_batches_that_devices_cannot_share(monkeypatch):
     monkeypatch.setattr(common, "parameters_of", lambda *_, **__: pytest.fail("the model was made before"))
-    with pytest.raises(ValueError, match="b: got 6, wanted a multiple of 4, over which data shares it out"):
+    with pytest.raises(ValueError, match="b: got 6, wanted a multiple of 4, over which data and expert share it out"):
         train.main(b=6, data=4)
 
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.deepseek_v4 import common, head
-from examples.deepseek_v4.model import SPLIT
+from examples.deepseek_v4.layout import ALL, TOKENS
 
 from .helpers import collectives, normal
 
@@ -35,12 +35,14 @@ def gradients(loss):
 )
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["float32", "bfloat16"])
 def test_parts_of_the_tokens(monkeypatch, axes, dtype, tolerance):
-    """Loss and gradients are those of all logits at once; no device has its tokens' logits, or gathers anything."""
-    monkeypatch.setattr(head, "TOKENS", 5)
+    """Loss and gradients are those of all logits at once. No device has those of all its tokens, or all rows of its
+    group, at once.
+    """
+    monkeypatch.setattr(head, "COUNT", 5)
     given = operands(dtype)
     want, (dx, dw) = gradients(of_all_logits)(*given)
     with common.mesh_of(axes.get("tensor", 1), axes.get("expert", 1), axes.get("data", 1), axes.get("context", 1)) as m:
-        places = P("data", "context"), P(None, SPLIT), P("data", "context"), P("data", "context")
+        places = TOKENS, P(None, ALL), TOKENS, TOKENS
         given = [jax.device_put(a, NamedSharding(m, at)) for a, at in zip(given, places, strict=True)]
         program = jax.jit(gradients(head.loss)).lower(*given).compile()
         got, got_by = program(*given)
@@ -50,7 +52,10 @@ def test_parts_of_the_tokens(monkeypatch, axes, dtype, tolerance):
         assert a.dtype == b.dtype
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
-    assert {"all-gather", "all-to-all"}.isdisjoint(collectives(program))
-    tokens, columns = 48 // (m.shape["data"] * m.shape["context"]), 40 // (m.shape["tensor"] * m.shape["expert"])
-    assert f"f32[{tokens},{columns}]" not in program.as_text()
-    assert f",{columns}]" in program.as_text()
+    group = m.shape["context"] * m.shape["expert"]
+    tokens, columns = 48 // (m.shape["data"] * group), 40 // (m.shape["tensor"] * group)
+    rows = -(-tokens // -(-tokens // 5))  # of a device in a part
+    text = program.as_text()
+    assert f"f32[{group * rows},{columns}]" in text and f"[{group * tokens},{columns}]" not in text
+    gathered = (group > 1) * group * rows * (16 + 1 + 1) + (m.shape["data"] > 1) * 16 * columns  # rows, and the head
+    assert collectives(program).get("all-gather", 0) == gathered

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.deepseek_v4 import common, train
+from examples.deepseek_v4 import common, layout, train
 from examples.deepseek_v4.checkpoint import Checkpoint
 from examples.deepseek_v4.mfu import first_layers
 from examples.deepseek_v4.model import FIXED, Model
@@ -62,7 +62,8 @@ def of_a_step(name, tokens, **axes):
     """Losses and loads, gradients, and what collectives move."""
     model, params = small(name)
     model = unrounded(model)
-    with common.mesh_of(axes.get("tensor", 1), 1, data=axes.get("data", 1), context=axes.get("context", 1)) as mesh:
+    sizes = (axes.get(axis, 1) for axis in ("tensor", "expert", "data", "context"))
+    with common.mesh_of(*sizes) as mesh:
         params = placed(model, params, mesh)
         learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_it} for is_it in (False, True))
         f = functools.partial(train.losses, model, jnp.float32, train.POLICIES["but-attention"])
@@ -81,6 +82,7 @@ def on_one_device(name):
     "name, axes",
     [
         ("v4", {"data": 2, "context": 2, "tensor": 2}),
+        ("v4", {"expert": 2, "context": 2, "tensor": 2}),
         ("v4", {"context": 4}),
         ("v4.1", {"context": 4}),
     ],
@@ -133,7 +135,7 @@ def test_attention_learns_alone(tmp_path):
     params = model.init(jax.random.key(0), jnp.float32)
     save(model, params, tmp_path / "before", dtype=jnp.float32)
     (tmp_path / "before" / "config.json").write_text(json.dumps(config))
-    how = {"checkpoint": str(tmp_path / "before"), "steps": 4, "b": 2, "s": 48, "data": 2, "expert": 2}
+    how = {"checkpoint": str(tmp_path / "before"), "steps": 4, "b": 4, "s": 48, "data": 2, "expert": 2}
     losses = trained(train.main, **how, only="attention/(w|sink)", save=str(tmp_path / "after"))
     assert losses[-1] != losses[0]
     assert {*Checkpoint(tmp_path / "after")} == {*Checkpoint(tmp_path / "before")}
@@ -152,7 +154,7 @@ def test_no_copy_of_a_state(axes):
     model = Model.from_config({**common.small(), **sizes, "hc_sinkhorn_iters": 1})
     with common.mesh_of(1, axes.get("expert", 1), data=axes.get("data", 1)) as mesh:
         trainer = train.Trainer(model, mesh, steps=10, rate=1e-3, remat="but-attention")
-        batch = train.Row(jax.ShapeDtypeStruct((2, 32), jnp.int32, sharding=NamedSharding(mesh, P("data"))), None)
+        batch = train.Row(jax.ShapeDtypeStruct((4, 32), jnp.int32, sharding=layout.sequences(mesh, 4)), None)
         assert_in_place(trainer.step.trace(trainer.shapes(), batch))
 
 

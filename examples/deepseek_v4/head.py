@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .model import SPLIT
+from .layout import ALL, GROUP, REST, TOKENS, gather, gathered, scatter
 
-TOKENS = 1024
-"""of a device whose logits are in memory at a time"""
-REST = ("data", "context")
-"""the mesh axes that share out tokens, and states beside the model's own axes"""
+COUNT = 1024
+"""tokens of a device whose logits are in memory at a time"""
 
 
 @jax.custom_vjp
@@ -44,42 +42,46 @@ loss.defvjp(_forward, _backward)
 def _of_devices(
     x: jax.Array, head: jax.Array, following: jax.Array, weights: jax.Array, has_gradient: bool
 ) -> tuple[jax.Array, ...]:
-    """The loss, and its gradients by x and, in float32, by head. A device has its tokens' part of its vocabulary."""
+    """The loss, and its gradients by x and, in float32, by head. A device has its part of the vocabulary for all tokens
+    of its group.
+    """
 
     def of_own(x: jax.Array, head: jax.Array, following: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
         n = following.size
-        count = -(-n // TOKENS)
+        count = -(-n // COUNT)
         size = -(-n // count)
         parts = (x.reshape(n, -1), following.reshape(n), weights.reshape(n))
         parts = (jnp.pad(a, ((0, count * size - n), *[(0, 0)] * (a.ndim - 1))) for a in parts)  # of weight 0
         parts = tuple(a.reshape(count, size, *a.shape[1:]) for a in parts)
-        token = jnp.arange(head.shape[1]) + jax.lax.axis_index(SPLIT) * head.shape[1]
+        token = jnp.arange(head.shape[1]) + jax.lax.axis_index(ALL) * head.shape[1]
 
         def chunk(sums: tuple[jax.Array, ...], part: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
-            x, following, weights = part
+            x, following, weights = gather(part)
+            x = jax.lax.pcast(x, "tensor", to="varying")
             logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
             is_it = token == following[:, None]
-            most = jax.lax.pmax(logits.max(-1), SPLIT)
+            most = jax.lax.pmax(logits.max(-1), ALL)
             e = jnp.exp(logits - most[:, None])
-            total, its = jax.lax.psum((e.sum(-1), jnp.where(is_it, logits, 0).sum(-1)), SPLIT)
+            total, its = jax.lax.psum((e.sum(-1), jnp.where(is_it, logits, 0).sum(-1)), ALL)
             of_part = (weights * (jnp.log(total) + most - its)).sum()
             if not has_gradient:
                 return (sums[0] + of_part,), None
             slope = (weights[:, None] * (e / total[:, None] - is_it)).astype(x.dtype)
-            dx = jnp.matmul(slope, head.T, preferred_element_type=jnp.float32)
-            return (sums[0] + of_part, sums[1] + jnp.matmul(x.T, slope, preferred_element_type=jnp.float32)), dx
+            dx = jax.lax.psum(jnp.matmul(slope, head.T, preferred_element_type=jnp.float32), "tensor")
+            of_head = jnp.matmul(x.T, slope, preferred_element_type=jnp.float32)
+            return (sums[0] + of_part, sums[1] + of_head), scatter(dx)
 
         zeros = (jax.lax.pcast(jnp.float32(0), REST, to="varying"),)
         if has_gradient:
-            zeros = *zeros, jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), (*REST, *SPLIT), to="varying")
+            zeros = *zeros, jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), ("data", *ALL), to="varying")
         sums, dx = jax.lax.scan(chunk, zeros, parts)
-        sums = tuple(jax.lax.psum(a, REST) for a in sums)
+        total = jax.lax.psum(sums[0], REST) / jax.lax.axis_size(GROUP)  # all devices of a group have its sum
         if not has_gradient:
-            return sums
-        dx = jax.lax.psum(dx.reshape(count * size, -1)[:n].reshape(x.shape), SPLIT)
-        return sums[0], dx.astype(x.dtype), sums[1]
+            return (total,)
+        dx = dx.reshape(count * size, -1)[:n].reshape(x.shape)
+        return total, dx.astype(x.dtype), jax.lax.psum(sums[1], "data")
 
-    rows, columns = P(*REST), P(None, SPLIT)
-    out = (P(), rows, columns) if has_gradient else (P(),)
-    run = jax.shard_map(of_own, in_specs=(rows, columns, rows, rows), out_specs=out)
-    return run(x, head.astype(x.dtype), following, weights)
+    columns = P(None, ALL)
+    out = (P(), TOKENS, columns) if has_gradient else (P(),)
+    run = jax.shard_map(of_own, in_specs=(TOKENS, columns, TOKENS, TOKENS), out_specs=out)
+    return run(x, gathered(x.dtype, columns, head), following, weights)

@@ -14,10 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from . import common, metrics
+from . import common, layout, metrics
 from .checkpoint import read_json
 from .config import Entries, text_of
 from .model import Model
@@ -63,7 +61,7 @@ def main(
             jax.random.key(0)
         )
         tokens = jax.random.randint(jax.random.key(1), (b, s), 0, model.vocabulary, jnp.int32)
-        batch = (jax.device_put(tokens, NamedSharding(mesh, P("data"))),)
+        batch = (jax.device_put(tokens, layout.sequences(mesh, b)),)
         began = time.perf_counter()
         options = NO_GRAPHS if jax.default_backend() == "gpu" else None
         step = trainer.step.lower(state, batch).compile(options)

@@ -13,8 +13,8 @@ experts, and most of its layers attend to what earlier ones have made.
 
 `Model` is the static part, and `Model.from_config` makes it from a config.json: V4-Flash, V4-Pro, V4.1-Flash.
 Parameters are a dict that `init` or `weights.load` makes. In a mesh with axes "data", "context", "tensor" and "expert"
-(`jax.set_mesh`), `partition` says how parameters lie. Everything else follows from it and from where tokens are: "data"
-may share out sequences, and "context" the tokens of each.
+(`jax.set_mesh`), `partition` says how parameters lie, in inference and in training (layout.py). Everything else follows
+from it and from where tokens are.
 """
 
 import dataclasses
@@ -43,11 +43,10 @@ from jax_dsv4_fmha.layers import zigzag as zigzagged
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .exact import exact_product, split
+from .layout import ALL, GROUP, SPLIT, gather, rows_of, scatter, within
 from .packed import Packed, in_file, of_data, one_matrix, product
 from .sinkhorn import doubly_stochastic
 
-SPLIT = ("tensor", "expert")
-"""the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
 FUSED = (4096, jnp.bfloat16)
@@ -295,7 +294,7 @@ class Model:
             before = self.reminded(p, of_layer, x)
             return before, *self.block(layer, p, of_layer, before, tokens, cache, shared, attend)[:2]
 
-        x, outputs, means, shared = self.embedded(params, tokens), [], [], Shared()
+        x, outputs, means, shared = self.embedded(params["embed"][tokens]), [], [], Shared()
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
             before, x, out = run(layer, p, self.of_layer(i, params, rows), x, caches[i], shared)
             shared, outputs = shared.after(out), [*outputs, out]
@@ -306,10 +305,9 @@ class Model:
             x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
         return Forward(self.logits(params, x), outputs, jnp.concatenate(means, -1) if means else None)
 
-    def embedded(self, params: Any, tokens: jax.Array) -> "Streams":
-        """The streams before the first layer."""
-        y = params["embed"][tokens]
-        x = jnp.zeros((*tokens.shape, self.streams, self.hidden), y.dtype)
+    def embedded(self, y: jax.Array) -> "Streams":
+        """The streams before the first layer, of the tokens' rows `[b, s, hidden]` of the embedding."""
+        x = jnp.zeros((*y.shape[:2], self.streams, self.hidden), y.dtype)
         post, mix = jnp.ones(x.shape[:3]), jnp.zeros((*x.shape[:3], self.streams))
         return Streams(x, y, post, mix, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
 
@@ -336,11 +334,12 @@ class Model:
         attend: Callable[..., Output],
     ) -> tuple["Streams", Output, jax.Array]:
         """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
-        of = self.before(p["attention_hc"], p["attention_norm"], streams)
+        is_trained = cache is None
+        of = self.before(p["attention_hc"], p["attention_norm"], streams, is_trained)
         out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
-        of = self.before(p["moe_hc"], p["moe_norm"], streams)
-        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, cache is None)
+        of = self.before(p["moe_hc"], p["moe_norm"], streams, is_trained)
+        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, is_trained)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     @jax.named_scope("head")
@@ -360,7 +359,7 @@ class Model:
     # ---- hyper-connections
 
     @jax.named_scope("connections")
-    def before(self, p: Any, weight: jax.Array, streams: "Streams") -> HyperConnection:
+    def before(self, p: Any, weight: jax.Array, streams: "Streams", is_trained: bool) -> HyperConnection:
         """The streams before a sublayer with connections p, and what it is given, normed with this weight."""
         x, y, post, mix, pre = streams
         eps, taken = self.layers[0].eps, pre if self.delayed else None
@@ -369,10 +368,10 @@ class Model:
             parts, rates = (p["fn"], p["scale"], p["base"], weight), {"eps": eps, "hc_eps": self.hc_eps}
             return hyper_connection(x, y, post, mix, *parts, taken=taken, iterations=self.sinkhorn, **rates)
         x = streams.after()
-        pre, post, mix = self.connections(p, x)
+        pre, post, mix = self.connections(p, x, is_trained)
         return HyperConnection(x, norm(joined(pre if taken is None else taken, x), weight, eps), pre, post, mix)
 
-    def connections(self, p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def connections(self, p: Any, x: jax.Array, is_trained: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes how streams go into a sublayer and out of it, `[b, s, n]` twice, and past it, `[b, s, n, n]`."""
         n = self.streams
         numbers = projected(p["fn"], x, self.layers[0].eps)
@@ -381,7 +380,7 @@ class Model:
             for i, of in enumerate((slice(n), slice(n, 2 * n), slice(2 * n, None)))
         )
         stochastic = functools.partial(doubly_stochastic, iterations=self.sinkhorn, eps=self.hc_eps)
-        mix = on_own_tokens(stochastic, mix.reshape(*mix.shape[:-1], n, n))
+        mix = on_own_tokens(stochastic, mix.reshape(*mix.shape[:-1], n, n), is_trained)
         return jax.nn.sigmoid(pre) + self.hc_eps, 2 * jax.nn.sigmoid(post), mix
 
     # ---- experts
@@ -395,7 +394,7 @@ class Model:
         is_trained: whether there may be a gradient, which a step's products by kernels have not.
         """
         weights, chosen = self.routed(p["gate"], routing, x, tokens)
-        load = (chosen.ravel() == jnp.arange(self.experts)[:, None]).sum(1)  # a scatter's additions would wait in a row
+        load = (chosen[..., None] == jnp.arange(self.experts)).sum((0, 1, 2))  # a scatter's would wait in a row
         matrices = {name: p[name] for name in ("w13", "w2", "shared13", "shared2")}
 
         def of_all(p: Any, part: Any, x: jax.Array, *of_tokens: jax.Array) -> jax.Array:
@@ -404,16 +403,18 @@ class Model:
 
         if jax.sharding.get_abstract_mesh().empty:
             return of_all(matrices, 0, x, weights, chosen), load
-        rows, specs = rows_of(x), self._partition_moe()
-        axes = tuple(name for name in rows if name)
+        rows, specs = rows_of(x, is_trained), self._partition_moe(is_trained)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
+        apart, alike = within(rows)
 
         def of_device(matrices, *of_tokens):
             if not is_trained:
                 return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
-            of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
-            matrices = jax.lax.pcast(matrices, axes, to="varying") if axes else matrices
-            return jax.lax.psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
+            of_tokens = jax.lax.pcast(of_tokens, alike, to="varying")  # or their gradients would not be summed
+            matrices = jax.lax.pcast(matrices, "data", to="varying") if rows[0] else matrices
+            of_tokens = gather(of_tokens, apart)
+            y = jax.lax.psum(of_all(matrices, jax.lax.axis_index(GROUP), *of_tokens), alike)
+            return scatter(y, apart)
 
         given = of_weights, rows, rows, rows
         run = jax.shard_map(of_device, in_specs=given, out_specs=rows, check_vma=is_trained)
@@ -517,24 +518,29 @@ class Model:
             made["words"] = jax.random.randint(next(keys), self.vocabulary, 0, grams.words, jnp.int32)
         return made
 
-    def partition(self, params: Any = None) -> dict[str, Any]:
+    def partition(self, params: Any = None, is_trained: bool = False) -> dict[str, Any]:
         """The PartitionSpec of each parameter, in a mesh with axes "tensor" and "expert".
 
-        params: parameters of which some are packed, or their shapes: these then have specs of their codes and scales.
+        Args:
+          params: some of which are packed, or their shapes: these then have specs of their codes and scales.
+          is_trained: gives those of products in training, and wants an axis "context".
         """
+        heads, vocabulary = ("tensor", ALL) if is_trained else (SPLIT, SPLIT)
         parts = jax.tree.map(lambda _: P(), jax.eval_shape(self.init, jax.random.key(0)))
         for i, (layer, p) in enumerate(zip(self.layers, parts["layers"], strict=True)):
-            p |= {"attention": layer.partition(SPLIT), "moe": self._partition_moe()}
+            p |= {"attention": layer.partition(heads), "moe": self._partition_moe(is_trained)}
             if params is not None:
                 its = params["layers"][i]
-                p["attention"] = layer.partition(SPLIT, params=its["attention"])
+                p["attention"] = layer.partition(heads, params=its["attention"])
                 p["moe"] = {name: spec_of(x, p["moe"][name]) for name, x in its["moe"].items()}
         tables = {i: {"rows": P(None, SPLIT), "scales": P(None, SPLIT)} for i in parts.get("tables", {})}
-        return parts | {"head": P(None, SPLIT)} | ({"tables": tables} if tables else {})
+        embed = P(None, GROUP) if is_trained else P()
+        return parts | {"embed": embed, "head": P(None, vocabulary)} | ({"tables": tables} if tables else {})
 
-    def _partition_moe(self) -> dict[str, P]:
-        experts = {"w13": P("expert", None, "tensor"), "w2": P("expert", None, "tensor")}
-        return {"gate": P(), **experts, "shared13": P(None, None, SPLIT), "shared2": P(SPLIT)}
+    def _partition_moe(self, is_trained: bool) -> dict[str, P]:
+        of, channels = (GROUP, ALL) if is_trained else ("expert", SPLIT)
+        experts = {"w13": P(of, None, "tensor"), "w2": P(of, None, "tensor")}
+        return {"gate": P(), **experts, "shared13": P(None, None, channels), "shared2": P(channels)}
 
     def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> Caches:
         """Empty caches for b sequences, as `DSV4Attention.cache` makes them; in a mesh, whole on every device."""
@@ -619,17 +625,12 @@ def spec_of(w: Any, spec: P) -> P:
     return in_file(spec, w.axes) if isinstance(w, Packed) else spec
 
 
-def rows_of(x: jax.Array) -> P:
-    """Returns the axes of the mesh that share out x `[b, s, …]`: those whose devices then have equally much."""
-    size = jax.sharding.get_abstract_mesh().shape
-    return P(*(name if n % size[name] == 0 else None for name, n in zip(("data", "context"), x.shape, strict=False)))
-
-
-def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array, is_trained: bool) -> jax.Array:
     """f(x) of x `[b, s, …]`, by each device for its own tokens: XLA would gather them for a sort or a kernel."""
     if jax.sharding.get_abstract_mesh().empty:
         return f(x)
-    return jax.shard_map(f, in_specs=rows_of(x), out_specs=rows_of(x))(x)
+    rows = rows_of(x, is_trained)
+    return jax.shard_map(f, in_specs=rows, out_specs=rows)(x)
 
 
 def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 
-from .model import SPLIT, Model
+from .layout import SPLIT
+from .model import Model
 from .packed import BLOCK
 
 

@@ -1,16 +1,14 @@
 """Trains DeepSeek-V4: `python -m examples.deepseek_v4.train [CHECKPOINT] --tokens SHARDS --keep DIRECTORY`.
 
 The indexers learn from attention to the entries they chose, the balance of experts from their loads, everything else
-from the next token. Parameters and Adam's moments are in float32 and shared out over all devices: over "tensor" and
-"expert" as the model's products are, and what is left over "data" and "context". A layer gathers its own part over the
-latter two in the dtype it computes in. "context" shares out the tokens of each sequence, in zigzag order, in which
-devices have equal work. The directory keeps the last states; a program that finds one there goes on with it.
+from the next token. Parameters and Adam's moments are in float32 and shared out over all devices, and tokens over all
+but those of "tensor" (layout.py). "context" shares out the tokens of each sequence, in zigzag order, in which devices
+have equal work. The directory keeps the last states; a program that finds one there goes on with it.
 
 Devices may be those of many processes (cluster.py). data.py has the tokens, and metrics.py what is said of a step.
 """
 
 import functools
-import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,16 +24,15 @@ from examples.serving.request import integer, number
 from jax_dsv4_fmha import PackedExperts, Span
 from jax_dsv4_fmha.layers import Shared, zigzag
 
-from . import cluster, common, head, lora
+from . import cluster, common, head, layout, lora
 from . import save as saving
 from .data import Batches, Row, rows_of
-from .head import REST
 from .metrics import Log, Step, recall
 from .model import FIXED, Model, Streams
 from .packed import is_packed
 from .states import States
 
-ATTENTION, EXPERTS, PARAMETERS = ("dsv4_fmha_o", "dsv4_fmha_lse"), "dsv4_fmha_gates", "parameters"
+ATTENTION, EXPERTS, PARAMETERS = ("dsv4_fmha_o", "dsv4_fmha_lse"), ("dsv4_fmha_gates", layout.GATHERED), "parameters"
 """names of what a layer makes, for policies"""
 
 
@@ -48,13 +45,13 @@ def _products_and(*names: str) -> Any:
 POLICIES = {
     "all": jax.checkpoint_policies.nothing_saveable,
     "but-attention": jax.checkpoint_policies.save_only_these_names(*ATTENTION),
-    "but-experts": jax.checkpoint_policies.save_only_these_names(*ATTENTION, EXPERTS),
-    "but-products": _products_and(*ATTENTION, EXPERTS),
-    "but-parameters": _products_and(*ATTENTION, EXPERTS, PARAMETERS),
+    "but-experts": jax.checkpoint_policies.save_only_these_names(*ATTENTION, *EXPERTS),
+    "but-products": _products_and(*ATTENTION, *EXPERTS),
+    "but-parameters": _products_and(*ATTENTION, *EXPERTS, PARAMETERS),
     "none": jax.checkpoint_policies.everything_saveable,
 }
 """what the backward pass computes anew of a layer: all; all but attention; all but routed experts' products too; all
-but products; all but these and parameters in the model's dtype, whole on each device of "data"; or nothing"""
+but products; all but these and parameters in the model's dtype, as they were gathered; or nothing"""
 
 
 class State(NamedTuple):
@@ -81,22 +78,23 @@ def losses(
     """
     context = jax.sharding.get_abstract_mesh().shape["context"]
     order = context if context > 1 else None
-    specs, like = model.partition(), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
+    specs = model.partition(learned, is_trained=True)
+    like = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
 
     def ready(params: Any, *path: Any) -> Any:
-        """Parameters as the model computes with them: their dtype, and whole over "data" and "context"."""
+        """Parameters as the model computes with them: in their dtype, and where products want them."""
         spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
 
         def one(x: Any, spec: P, shape: Any) -> Any:
             if is_packed(x):
-                return x
-            return checkpoint_name(jax.lax.with_sharding_constraint(x.astype(shape.dtype), spec), PARAMETERS)
+                return jax.lax.with_sharding_constraint(x, spec)
+            return checkpoint_name(layout.gathered(shape.dtype, spec, x), PARAMETERS)
 
         return jax.tree.map(one, params, spec, shape, is_leaf=is_packed)
 
     def shared_out(x: jax.Array) -> jax.Array:
         """Moves what each token has, `[b, s, …]`, to where the token is."""
-        return jax.lax.with_sharding_constraint(zigzag(x, order), P("data", "context")) if order else x
+        return jax.lax.with_sharding_constraint(zigzag(x, order) if order else x, layout.TOKENS)
 
     b, s = tokens.shape
     place = positions(documents) if documents is not None else jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
@@ -129,7 +127,8 @@ def losses(
         return streams, shared.after(out), jnp.float32(of_indexer), (load, recalled)
 
     others = {name: ready(x, name) for name, x in learned.items() if name not in ("layers", "head")}
-    x, shared, of_indexers, loads, recalls = model.embedded(others, tokens), Shared(), jnp.float32(0), [], []
+    x, shared = model.embedded(layout.looked_up(others["embed"], tokens)), Shared()
+    of_indexers, loads, recalls = jnp.float32(0), [], []
     for i, p in enumerate(learned["layers"]):
         layer = jax.checkpoint(functools.partial(block, i), policy=policy)
         x, shared, of_indexer, (load, recalled) = layer(p, x, shared)
@@ -246,25 +245,21 @@ class Trainer:
 
     @functools.cache  # noqa: B019
     def shardings(self) -> State:
-        """Returns where a state's parts lie: as the model has them, and over REST along an axis that is whole there."""
-        specs = self.model.partition()
+        """Returns where a state's parts lie: see `layout.stored`.
+
+        Raises:
+          ValueError: the devices cannot share out a parameter equally.
+        """
+        specs = self.model.partition(is_trained=True)
         shapes = jax.eval_shape(lambda: self.model.init(jax.random.key(0), jnp.float32))
         fixed = {name: specs.pop(name) for name in FIXED if name in specs}
         fixed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), fixed)
         shapes = {name: shapes[name] for name in specs}
+        layout.checked(specs, shapes, self.mesh)
         if self.rank:
             shapes = jax.eval_shape(self.adapter)
             specs = jax.tree.map(lambda _: P(), shapes)
-
-        def sharding(spec: P, x: jax.ShapeDtypeStruct) -> NamedSharding:
-            axes = [*spec, *[None] * (x.ndim - len(spec))]
-            rest = math.prod(self.mesh.shape[axis] for axis in REST)
-            free = [n for n, axis in enumerate(axes) if axis is None and x.shape[n] % rest == 0]
-            if x.ndim > 1 and free:
-                axes[max(free, key=lambda n: x.shape[n])] = REST
-            return NamedSharding(self.mesh, P(*axes))
-
-        learned = jax.tree.map(sharding, specs, shapes)
+        learned = jax.tree.map(lambda spec, x: NamedSharding(self.mesh, layout.stored(spec, x)), specs, shapes)
         moments = optax.tree.map_params(
             self.optimizer,
             lambda x, sharding: x if is_masked(x) else sharding,
@@ -353,11 +348,7 @@ def main(
                     f"--tensor, --expert, --context: got a mesh of {mesh.size} devices, wanted all {jax.device_count()}"
                     f" of {jax.process_count()} processes in it"
                 )
-            if b % mesh.shape["data"]:
-                raise ValueError(
-                    f"b: got {b}, wanted a multiple of {mesh.shape['data']}, over which data shares it out"
-                )
-            batches = Batches(rows, b, NamedSharding(mesh, P("data")), seed)
+            batches = Batches(rows, b, layout.sequences(mesh, b), seed)
             trainer, states = (
                 Trainer(model, mesh, steps, rate, remat, only=only, rank=rank),
                 States(keep, every, batches.described()),
