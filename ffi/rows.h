@@ -248,6 +248,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     x->k = tiles.gathers ? GatheredKeys(shape, source, at.k) : keys(at.k);
     x->v = keys(at.v);
     x->cut_k = CutKeys(shape, source.s_kv, tiles.tile_n, at.k);
+    x->cut_v = CutKeys(shape, source.s_kv, tiles.tile_n, at.v);
   } else {
     x->k = at.k;
   }

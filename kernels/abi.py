@@ -187,11 +187,22 @@ class Forward(Variant):
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
         traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns, "e4m3": self.mode.is_e4m3}
-        traits |= {"shared_tiles": self.shares_tiles, "moved": self.moves_o and self.shared_kv and not self.moves_rows}
+        traits |= {
+            "cut": self.cuts_both,
+            "shared_tiles": self.shares_tiles,
+            "moved": self.moves_o and self.shared_kv and not self.moves_rows,
+        }
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property
+    def cuts_both(self) -> bool:
+        """True if TMA loads keys and values, which are apart, in tiles that are cut."""
+        return not self.shared_kv and self.d > 256
+
+    @property
     def params_of_keys(self) -> Params:
+        if self.cuts_both:
+            return (*keys("cut_k", "cut_v", source=0), *params_of_span(0))
         if self.shares_tiles:
             return (*keys("cut_k", source=0), *params_of_span(0))
         return source_blocks(self.sources, self.shared_kv, self.gathers_by_tma, self.gathers)

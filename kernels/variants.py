@@ -55,6 +55,7 @@ INDEX_DTYPES = ("bfloat16", "float8_e4m3fn")
 HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
 MHA_PAGED = f"{HOPPER}.mha.fwd.paged"
+MHA_512 = f"{HOPPER}.mla.fwd.own_values"
 MLA_FEW_HEADS_SPANS = f"{HOPPER}.mla_few_heads.fwd_spans.kernel"
 MLA_E4M3 = f"{HOPPER}.mla.fwd_e4m3.kernel"
 MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
@@ -112,6 +113,7 @@ VARIANTS: tuple[Variant, ...] = (
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),
+    *(Forward("mha_fwd", "sm_90a", MHA_512, 512, dtype) for dtype in DTYPES),
     *(Forward("mha_fwd_paged", "sm_90a", MHA_PAGED, d, dtype) for d in (64, 128, 256) for dtype in DTYPES),
     *(
         Forward(op, arch, module, 512, "bfloat16")

@@ -294,7 +294,14 @@ def test_packed_pages_are_like_rows(layout, h):
     assert differing(*results) == [0, 0]
 
 
-@pytest.mark.parametrize(("d", "h", "h_kv"), [(64, 4, 2), (128, 4, 2), pytest.param(256, 4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("d", "h", "h_kv"),
+    [
+        (64, 4, 2),
+        (128, 4, 2),
+        *(pytest.param(d, h, n, marks=pytest.mark.slow) for d, h, n in ((256, 4, 1), (512, 4, 2))),
+    ],
+)
 def test_company_does_not_matter_for_dense_keys(d, h, h_kv):
     """Of queries that see keys from the first one on: each in a sequence of its own, or all in one, after others."""
     n, others, rng = 12, 20, np.random.default_rng(6)

@@ -114,7 +114,7 @@ def test_every_launch_of_a_call_is_named(hopper, monkeypatch, name):
             "no kernel takes float32, d=64, V=K; built mha_fwd (d=64",
         ),
         (lambda q: fmha(q, q), x(1, 4, 2, 96), "no kernel takes bfloat16, d=96"),
-        (lambda q: fmha(q, q, q + 0), x(1, 4, 1, 512), "no kernel takes bfloat16, d=512, separate K and V; built "),
+        (lambda q: fmha(q, q, q + 0), x(1, 4, 1, 576), "no kernel takes bfloat16, d=576, separate K and V; built "),
     ],
 )
 def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):
@@ -127,6 +127,15 @@ def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):
         for _ in range(2):
             jax.eval_shape(lambda q: jax.vmap(f)(q), jax.ShapeDtypeStruct((2, *operand.shape), operand.dtype))
     assert [r.name for r in caplog.records] == ["jax_dsv4_fmha"] and says in caplog.text
+
+
+def test_values_of_their_own_at_512_have_a_kernel_and_their_gradient_has_none(hopper):
+    f = jax.grad(lambda q: fmha(q, q, q + 0)[0].astype(jnp.float32).sum())
+    for dtype in (jnp.bfloat16, jnp.float16):
+        forward, gradient = explain(f, x(1, 4, 2, 512, dtype=dtype))
+        assert forward.variant == f"mha_fwd_sm_90a_d512_{jnp.dtype(dtype).name}"
+        assert gradient.implementation == "reference"
+        assert f"no kernel of a gradient takes {jnp.dtype(dtype).name}, d=512, separate K and V" in gradient.reason
 
 
 def test_other_devices(monkeypatch, caplog):

@@ -205,9 +205,9 @@ class TestKernel:
             # a sink for every batch entry applies after the kernel, to an o that is rounded once already
             np.testing.assert_allclose(got[0][i].astype(np.float32), want[0].astype(np.float32), rtol=2**-7, atol=1e-6)
 
-    def test_separate_v_at_512_is_refused(self):
-        x = jnp.zeros((1, 4, 2, 512), jnp.bfloat16)
-        got = "'cubin' for bfloat16, d=512, separate K and V"
+    def test_separate_v_at_576_is_refused(self):
+        x = jnp.zeros((1, 4, 2, 576), jnp.bfloat16)
+        got = "'cubin' for bfloat16, d=576, separate K and V"
         says = rf"{got}, wanted .*, built mha_fwd \(.*mla_span_fwd \(d=512, .*sm_90a"
         with pytest.raises(NotImplementedError, match=says):
             fmha(x, x, x, implementation="cubin")

@@ -109,7 +109,7 @@ class PromptRow(AttentionRow):
 
 @dataclass(frozen=True, kw_only=True)
 class FmhaRow(PromptRow):
-    """K and V, or from d 512 on one array that is both; cuDNN and XLA through jax.nn are its peers."""
+    """K and V, or from d 512 on with one KV head one array that is both; cuDNN and XLA through jax.nn are its peers."""
 
     op = "fmha"
 
@@ -120,7 +120,7 @@ class FmhaRow(PromptRow):
 
     @property
     def shared_kv(self) -> bool:
-        return self.d >= 512
+        return self.d >= 512 and self.h_kv == 1
 
     @property
     def keys(self) -> str:
@@ -357,6 +357,8 @@ SUITES = (
         (
             causal(512, 1, 4096, 128, 1, peers=_BOTH_ORDERS),
             causal(512, 1, 8192, 128, 1),
+            causal(512, 1, 8192, 32, 4, peers=_BOTH_ORDERS),  # as in Gemma 4's global layers, which have V of their own
+            causal(512, 1, 4096, 16, 2),
             causal(64, 4, 8192, 16, 16),
             causal(128, 2, 8192, 16, 16, peers=_BOTH_ORDERS),
             dense(128, 2, 8192, 16, 16),

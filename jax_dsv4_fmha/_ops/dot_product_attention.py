@@ -44,7 +44,8 @@ def dot_product_attention(
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`, bfloat16 or float16; float32 only on the reference.
       key: `[B, S, K, H]` or `[S, K, H]`; N is a multiple of K.
-      value: like key. Where V is K, pass the very same array as key and value: then head_dim 512 runs on a kernel.
+      value: like key. Where V is K, pass the very same array as key and value: kernels of head_dim 512 then read
+        it once, and its gradient has one.
       bias: must be None.
       mask: bool, 4-D, broadcasts to `[B, N, T, S]`, the same for every head. A mask that hides keys from all queries
         alike (`[B or 1, 1, 1, S]`, as for padding) may hide any keys. Any other mask must show each query one

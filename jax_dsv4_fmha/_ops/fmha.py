@@ -30,7 +30,7 @@ def fmha(
         S = scale * q·k;  lse = log Σ exp(S);  o = Σ exp(S - logaddexp(lse, sink)) v
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32, and float16 with d = 512, only on the reference.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
       k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
       v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
       d_v: where V is K, an int of 1 to d: V is the first d_v numbers of K, and None means all of them. Latents of 512

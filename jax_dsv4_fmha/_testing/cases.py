@@ -39,7 +39,7 @@ def _attention() -> tuple[AttentionCase, ...]:
 
     every_d = [
         case
-        for d in (64, 128, 256)
+        for d in (64, 128, 256, 512)
         for case in (
             separate(d, b=2, s_q=200, s_kv=200, h_q=2, h_kv=2, span="causal"),
             separate(d, s_q=130, s_kv=257, h_q=14, h_kv=2, span="window", window=33, sink="normal"),  # groups of 7
@@ -58,6 +58,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         separate(128, s_q=1, s_kv=1000, h_q=7, sink="normal"),
         separate(256, b=3, s_q=1, s_kv=63, h_q=4, h_kv=4),
         separate(128, s_q=300, s_kv=1, h_q=2),
+        separate(512, b=2, s_q=1, s_kv=1000, h_q=16, h_kv=2, sink="normal"),
         separate(64, s_q=129, s_kv=65, h_q=5, h_kv=5),
         separate(128, s_q=257, s_kv=383, h_q=9, h_kv=3, span="causal"),
         separate(64, s_q=96, s_kv=64, h_q=4, span="causal"),  # the first 32 rows are empty
@@ -74,6 +75,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         # 16-bit and 31-bit counts of rows and of elements
         separate(64, s_q=70_000, s_kv=70_000, span="window"),
         separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, h_kv=4, span="causal", sink="normal"),
+        separate(512, s_q=2048, s_kv=2048, h_q=16, h_kv=2, span="causal"),
         separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, span="window", sink="normal"),  # few keys, many tiles of them
         latent(8, s_q=70_000, s_kv=70_000, span="window", sink="normal"),
         latent(64, s_q=70_000, s_kv=70_000, span="window", sink="normal"),  # 2**31 elements and more

@@ -164,7 +164,7 @@ class Config:
         wanted = self.producers * self.registers[0] + 2 * self.registers[1]
         if wanted > self.threads // WARPGROUP * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
-        if self.tile_n != SLAB:
+        if self.tile_n != SLAB and not self.moves_o:
             raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's P stands, got {self.tile_n}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")

@@ -83,6 +83,9 @@ class MlaFwdSm90(ForwardKernel):
     def moves_o(self) -> bool:
         return self.config.moves_o
 
+    def allocate(self) -> tuple[Barriers, Shared]:
+        return Shared.allocate(self.config, self.dtype)
+
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Float32 | Turn:
         return Turn(scale_log2, table, eps) if self.config.turns else scale_log2
 
@@ -106,7 +109,7 @@ class MlaFwdSm90(ForwardKernel):
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = Shared.allocate(c, self.dtype)
+        bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
                 bar.initialise(c.fillers, WARP if c.extra_keys else 0)
@@ -141,7 +144,7 @@ class MlaFwdSm90(ForwardKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
         keys = KeyTiles(c)
-        scheduler, fills = self.tile_scheduler(n), (Int32(0), Int32(0))
+        scheduler, fills = self.tile_scheduler(n, sources[0][-1]), (Int32(0), Int32(0))
         before = (Int32(-1),) * 4
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
@@ -181,7 +184,7 @@ class MlaFwdSm90(ForwardKernel):
     def produce_extra_keys(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
         """A separate warp loads the last keys of odd tiles."""
         c = self.config
-        scheduler, fills = self.tile_scheduler(n), Int32(0)
+        scheduler, fills = self.tile_scheduler(n, source[-1]), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
             (span,) = own_part((self.open(source[-1], tile),), tile, c.unit)
@@ -189,7 +192,7 @@ class MlaFwdSm90(ForwardKernel):
             KeyTiles(c).load_extra_keys(bar, smem.k[ODD], span, fills, place)
             fills = fills + span.tiles // 2
 
-    def tile_scheduler(self, n: Extents) -> TileScheduler:
+    def tile_scheduler(self, n: Extents, operands: Any) -> TileScheduler:
         """Schedules tiles: where keys are gathered, heads of a query follow one another and share keys in L2."""
         c = self.config
         return TileScheduler.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else TileScheduler.of(n, run=c.run)
@@ -217,10 +220,10 @@ class MlaFwdSm90(ForwardKernel):
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
-        w = Consumer.of(c, self.dtype, side, bar, smem, output, scaling)
+        w = self.consumer(side, bar, smem, output, scaling)
         fills = (Int32(0), Int32(0))
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
-        for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
+        for wave in cutlass.range(self.tile_scheduler(n, operands[0]).waves, unroll=1):
             bar.q.at(wave).wait_full()
             tile = RowTile.read(smem.info[None, 0, wave & 1], n)
             sources = tuple(
@@ -240,6 +243,9 @@ class MlaFwdSm90(ForwardKernel):
                 self.store_part(side, w, rows)
             fills = work.fills_after()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def consumer(self, side: int, bar: Barriers, smem: Shared, output: Any, scaling: Float32 | Turn) -> Consumer:
+        return Consumer.of(self.config, self.dtype, side, bar, smem, output, scaling)
 
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
@@ -294,7 +300,7 @@ class MlaFwdSm90(ForwardKernel):
             self.turn(LEFT, w, rows)
         self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
         work = self.prepare(LEFT, w, work, rows)
-        self.await_scores(w, evens == 1)
+        self.await_scores(LEFT, w, evens == 1)
         if odds > 0:
             self.left_pair(w, work, 0, first=True)
             for pair in cutlass.range(1, odds, unroll=1):
@@ -324,12 +330,12 @@ class MlaFwdSm90(ForwardKernel):
             self.issue_scores(RIGHT, w, work, 0, RIGHT, fresh=True)
             self.issue_scores(RIGHT, w, work, 0, LEFT, fresh=False)
             seen = self.prepare(RIGHT, w, work, rows)
-            self.await_scores(w, odds == 1)
+            self.await_scores(RIGHT, w, odds == 1)
             self.right_pair(w, seen, 0, rows, first=True)
             for pair in cutlass.range(1, odds, unroll=1):
                 self.issue_scores(RIGHT, w, seen, pair, RIGHT, fresh=True)
                 self.issue_scores(RIGHT, w, seen, pair, LEFT, fresh=False)
-                self.await_scores(w, pair == odds - 1)
+                self.await_scores(RIGHT, w, pair == odds - 1)
                 self.right_pair(w, seen, pair, rows)
         if odds < evens:
             self.right_without_odd(w, work)
@@ -403,10 +409,18 @@ class MlaFwdSm90(ForwardKernel):
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, c.blocks(side, half))
 
     @cute.jit
-    def await_scores(self, w: Consumer, last: cutlass.Boolean):
+    def await_scores(self, side: cutlass.Constexpr, w: Consumer, last: cutlass.Boolean):
         warpgroup.wait_group(0)
+        self.release_scored(side, w)
         if last:
             cute.arch.mbarrier_arrive(w.bar.q_empty)
+
+    def release_scored(self, side: int, w: Consumer) -> None:
+        """This side's scores are complete; its keys are still to be read as values."""
+
+    def values(self, w: Consumer, which: int, fill: Int32) -> cute.Tensor:
+        """This side's columns of a tile's values, which are there since its scores are."""
+        return w.b_value[which]
 
     @cute.jit
     def next_scores(self, w: Consumer, work: Work, pair: Int32):
@@ -415,7 +429,7 @@ class MlaFwdSm90(ForwardKernel):
         warpgroup.wait_group(1)
         w.bar.release(ODD, LEFT)
         self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
-        self.await_scores(w, pair == work.evens - 1)
+        self.await_scores(LEFT, w, pair == work.evens - 1)
 
     def mask(self, w: Consumer, work: Work, t: Int32 | int) -> None:
         on_source(work.rows, t, mask, w.scores)
@@ -445,7 +459,7 @@ class MlaFwdSm90(ForwardKernel):
             self.share_p(w, LEFT, True, met=False)
         fresh = first if has_odd else pair == 0
         rescale_rows(w.out, s.factor, fresh)
-        multiply(w.pv, w.products, w.p, w.b_value[EVEN], fresh)
+        multiply(w.pv, w.products, w.p, self.values(w, EVEN, work.fill(EVEN, pair)), fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
             w.bar.release(EVEN, LEFT)
@@ -456,7 +470,7 @@ class MlaFwdSm90(ForwardKernel):
             rescale_rows(w.out, s.factor)
         wait_for(w.bar.p_shared + RIGHT, work.fill(EVEN, pair))
         if cutlass.const_expr(has_odd):
-            multiply(w.pv_other, w.products, w.a_other, w.b_value[ODD])
+            multiply(w.pv_other, w.products, w.a_other, self.values(w, ODD, work.fill(ODD, pair)))
 
     @cute.jit
     def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
@@ -473,13 +487,13 @@ class MlaFwdSm90(ForwardKernel):
         s.exponentiate(w.scores)
         round_to(w.p, w.scores)
         rescale_rows(w.out, s.factor, first)
-        multiply(w.pv, w.products, w.p, w.b_value[ODD], first)
+        multiply(w.pv, w.products, w.p, self.values(w, ODD, work.fill(ODD, pair)), first)
         self.share_p(w, RIGHT, pair == work.evens - 1, met=False)
         if cutlass.const_expr(self.config.unpacks):  # whose producer has keys in registers, and waits for a place
             warpgroup.wait_group(0)
             w.bar.release(ODD, RIGHT)
         wait_for(w.bar.p_shared + LEFT, work.fill(EVEN, pair))
-        multiply(w.pv_other, w.products, w.a_other, w.b_value[EVEN])
+        multiply(w.pv_other, w.products, w.a_other, self.values(w, EVEN, work.fill(EVEN, pair)))
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
         if cutlass.const_expr(not self.config.unpacks):
@@ -497,7 +511,7 @@ class MlaFwdSm90(ForwardKernel):
         cute.arch.mbarrier_arrive(w.bar.p_shared + RIGHT)
         rescale_rows(w.out, w.softmax.factor)
         wait_for(w.bar.p_shared + LEFT, fill)
-        multiply(w.pv_other, w.products, w.a_other, w.b_value[EVEN], fresh=work.odds == 0)
+        multiply(w.pv_other, w.products, w.a_other, self.values(w, EVEN, fill), fresh=work.odds == 0)
 
     @cute.jit
     def adopt_max(self, w: Consumer, other: cutlass.Constexpr, fill: Int32):

@@ -121,7 +121,7 @@ class MlaScoresSm90(MlaFwdSm90):
         qk = tiled_mma(self.dtype, TILE, K_MAJOR)
         a, b, scores = operand_a(qk, smem.q), operand_b(qk, smem.k[side]), accumulator(qk, TILE)
         softmax, fills = Softmax.of(Float32(1.0)), (Int32(0), Int32(0))
-        for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
+        for wave in cutlass.range(self.tile_scheduler(n, operands[0]).waves, unroll=1):
             bar.q.at(wave).wait_full()
             tile = RowTile.read(smem.info[None, 0, wave & 1], n)
             work = Work(
