@@ -11,22 +11,22 @@ A step has few rows, often 8 of the 64 that a warpgroup has. A warp without rows
 warps take its place on the SM.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, pointers
-from kernels.lib.ptx import ptx, store_shared_words, thread_id_again
-from kernels.lib.rows import ROWS, BoxedRows, Extents, RowTile, load
+from kernels.lib.ptx import load_matrices, ptx, store_shared_words, thread_id_again
+from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, BoxedRows, Extents, RowTile, load
 from kernels.lib.softmax import RowResults, Softmax
 from kernels.lib.spans import RowSpans
-from kernels.lib.wgmma import SLAB
+from kernels.lib.wgmma import K_MAJOR, SLAB, register_operand, tiled_mma
 
 from .config import BOX, CLEARERS, Config
 from .kernel import Consumer, RoundedSoftmax, Scores, key_tiles
@@ -101,6 +101,28 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         first = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4) * (ROWS * PIECE)  # of this warp's sixteen rows
         return SoftmaxOfCodes.of_rows(scale_log2, first < n.box_inner * n.box_outer)
 
+    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32, n: Extents) -> Consumer:
+        c, w = self.config, MhaFwdPagedSm90.consumer(self, bar, smem, scale_log2, n)
+        if not c.q_in_registers:
+            return w
+        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR, warpgroup.OperandSource.RMEM)
+        q = register_operand(qk, c.d, self.dtype)
+        one_stage = cute.make_layout((*q.shape, 1), stride=(*q.stride, 0))
+        return replace(w, a=cute.make_tensor(q.iterator, one_stage), scores=Scores(qk, w.scores.acc, c.tile_n))
+
+    @cute.jit
+    def load_q(self, w: Consumer):
+        """Registers of this thread's rows of Q <- SMEM."""
+        c, lane = self.config, cute.arch.lane_idx()
+        row = w.group * ROWS_OF_WARPGROUP + w.thread // WARP * 16 + lane % 16
+        place = w.smem.q.iterator.toint() + row * (2 * SLAB)
+        words = cute.make_tensor(cute.recast_ptr(w.a.iterator, dtype=Uint32), cute.make_layout(c.d // 4))
+        for k in cutlass.range_constexpr(c.d // 16):
+            chunk = (2 * k % PIECE + lane // 16) ^ (row & (PIECE - 1))
+            found = load_matrices(place + k // 4 * (c.tile_m * 2 * SLAB) + chunk * 16)
+            for i in cutlass.range_constexpr(4):
+                words[4 * k + i] = Uint32(found[i])
+
     @cute.jit
     def issue_first(
         self, w: Consumer, scores: Scores, span: PagedOperands, boxed: BoxedRows, wave: Int32, fill: Int32
@@ -108,6 +130,8 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         tile = span.tile
         place = span.operands.scales[0] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
         of_keys, of_values = load(place), load(place + 1)
+        if cutlass.const_expr(self.config.q_in_registers):
+            self.load_q(w)
         rows = MhaFwdPagedSm90.issue_first(self, w, scores, span, boxed, wave, fill)
         w.softmax.set_scales(*(x * (1 / UNIT[self.dtype]) for x in (of_keys, of_values)))
         return rows
