@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.launch import WARP, pointers
+from kernels.lib.launch import WARP, WARPGROUP, pointers
 from kernels.lib.ptx import load_matrices, ptx, store_shared_words, thread_id_again
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, BoxedRows, Extents, RowTile, load
 from kernels.lib.softmax import RowResults, Softmax
@@ -35,7 +35,7 @@ from .smem import Barriers, Shared
 
 UNIT = {BFloat16: 1.0, Float16: 2.0**-8}  # of numbers that products take, which scales make up for
 PIECE = 8  # codes that a thread converts at a time: 16 bytes of a swizzled row
-AT_ONCE = 6  # pieces that it loads before it converts the first
+AT_ONCE = 3  # pieces that it loads before it converts the first
 
 
 @dataclass(frozen=True)
@@ -158,26 +158,28 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
     def convert(self, codes: cute.Tensor, tile: cute.Tensor):
         """tile <- codes. A thread has the same columns of every row that it converts, PIECE of them."""
         c, thread = self.config, thread_id_again() - WARP  # places of all its pieces would not fit into registers
+        if cutlass.const_expr(c.converters > 0):
+            thread = thread - Int32(thread >= CLEARERS) * (WARPGROUP * c.consumers)
         pieces_of_row, pieces = c.d // PIECE, c.tile_n * c.d // PIECE
-        rows = CLEARERS // pieces_of_row  # from one of its rows to the next
-        row, column = thread // pieces_of_row, thread % pieces_of_row
+        rows = c.clearers // pieces_of_row  # from one of its rows to the next
+        row, column = thread >> pieces_of_row.bit_length() - 1, thread & (pieces_of_row - 1)
         source = codes.iterator.toint() + thread * PIECE
-        slab = tile.iterator.toint() + column // PIECE * (c.tile_n * 2 * SLAB)
+        slab = tile.iterator.toint() + (column >> 3) * (c.tile_n * 2 * SLAB)
         words = cute.make_rmem_tensor((2, AT_ONCE), Uint32)
-        rounds = -(-pieces // CLEARERS)
+        rounds = -(-pieces // c.clearers)
         for first in cutlass.range_constexpr(0, rounds, AT_ONCE):
             these = range(first, min(first + AT_ONCE, rounds))
             for i in these:
-                if cutlass.const_expr((i + 1) * CLEARERS <= pieces):
-                    words[0, i - first], words[1, i - first] = load_two_words(source + i * CLEARERS * PIECE)
-                elif thread + i * CLEARERS < pieces:
-                    words[0, i - first], words[1, i - first] = load_two_words(source + i * CLEARERS * PIECE)
+                if cutlass.const_expr((i + 1) * c.clearers <= pieces):
+                    words[0, i - first], words[1, i - first] = load_two_words(source + i * c.clearers * PIECE)
+                elif thread + i * c.clearers < pieces:
+                    words[0, i - first], words[1, i - first] = load_two_words(source + i * c.clearers * PIECE)
             for i in these:
                 its_row = row + i * rows
                 place = slab + its_row * (2 * SLAB) + ((column ^ its_row) & (PIECE - 1)) * 16
-                if cutlass.const_expr((i + 1) * CLEARERS <= pieces):
+                if cutlass.const_expr((i + 1) * c.clearers <= pieces):
                     self.store(place, words[0, i - first], words[1, i - first])
-                elif thread + i * CLEARERS < pieces:
+                elif thread + i * c.clearers < pieces:
                     self.store(place, words[0, i - first], words[1, i - first])
 
     def store(self, place: Int32, first: Uint32, last: Uint32) -> None:
