@@ -1,5 +1,5 @@
-"""Attention over keys in pages: random places of sequences in pools, and faults planted in what finds the pages. The
-cases of every kernel of attention are in test_ptx.py.
+"""Attention over keys in pages: random places of sequences in pools, and faults planted in what finds the pages, and in
+what makes numbers of codes. The cases of every kernel of attention are in test_ptx.py.
 """
 
 import re
@@ -26,6 +26,17 @@ PAGED = Subject(
     ),
     {"q": 2 * 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB},
 )
+PLACES = 4  # of codes of a tile
+CODES = Subject(
+    "mha_fwd_paged_e4m3_sm_90a_d64_bfloat16",
+    PAGED.case,
+    " ".join(
+        ["q_full q_empty"]
+        + [f"{x}{i}" for x in ("k_full", "k_empty", "v_full", "v_empty") for i in range(STAGES)]
+        + [f"{x}{i}" for x in ("codes_full", "codes_empty") for i in range(PLACES)]
+    ),
+    {"q": 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
+)
 LOAD = r"ld\.global\.b32\s+(%r\d+), \[(%rd\d+)\];"
 TABLE = rf"{LOAD}((?:\s*\.loc[^\n]*)*\s+add\.s64\s+%rd\d+, %rd\d+, %rd\d+;(?:\s*\.loc[^\n]*)*\s+){LOAD}"
 COPY = r"cp\.async\.bulk\.tensor\.4d[^;]*;"
@@ -34,10 +45,11 @@ COPY = r"cp\.async\.bulk\.tensor\.4d[^;]*;"
 SLOW = [(d, page) for d in (64, 128, 256) for page in (8, 24, 64, 192) if (d, page) != (64, 24)]
 
 
+@pytest.mark.parametrize("codes", ["", "_e4m3"])
 @pytest.mark.parametrize(("d", "page"), [(64, 24), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
-def test_pages_of_any_size(d, page):
+def test_pages_of_any_size(d, page, codes):
     """Windows that begin and end anywhere in a box, for steps of several tokens; some sequences see one page."""
-    kernel = Subject(f"mha_fwd_paged_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
+    kernel = Subject(f"mha_fwd_paged{codes}_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
     for seed, width in enumerate((1, 9, 130, 1 << 30)):
         sizes = {"b": 2, "s_q": 1 + seed, "s_kv": 100 + 61 * seed, "h_q": 6, "h_kv": 3, "page": page, "width": width}
         x = attention.operands(kernel.variant, seed=seed, **sizes)
@@ -74,6 +86,32 @@ def beyond_the_last_key(text: str) -> str:
     """Lanes read the table for boxes after the last key that is seen too."""
     pattern = r"(shr\.s32\s+%r\d+, %r\d+, 3;\s+)setp\.ge\.s32\s+(%p\d+), (%r\d+), %r\d+;"
     return edits.replace(text, pattern, lambda m: f"{m[1]}setp.ne.b32 {m[2]}, {m[3]}, {m[3]};")
+
+
+def one_scale(text: str) -> str:
+    """K's scale for values too."""
+    return edits.replace(text, r"(ld\.global\.b32\s+%r\d+, \[%rd\d+)\+4\];", lambda m: f"{m[1]}];")
+
+
+def no_signs(text: str) -> str:
+    return edits.replace(text, r"mad\.lo\.u32 x, sign, 15, x;", lambda m: "")
+
+
+def half_the_codes(text: str) -> str:
+    """Of four codes the first two, twice."""
+    return edits.replace(text, r"(prmt\.b32 x, %r\d+, 0, )0x4342;", lambda m: f"{m[1]}0x4140;")
+
+
+def not_swizzled(text: str) -> str:
+    """Chunks of 16 bytes where they would be without a swizzle: their number is not that of the row by turns."""
+    pattern = r"xor\.b32(\s+%r\d+), (%r\d+), (%r\d+);(\s+shl\.b32\s+%r\d+, %r\d+, 4;\s+and\.b32\s+%r\d+, %r\d+, 112;)"
+    return edits.replace(text, pattern, lambda m: f"mov.b32{m[1]}, {m[3]};{m[4]}")
+
+
+def all_warps_without_rows(text: str) -> str:
+    """The first warp alone has a softmax: a test of the warp's first row against the number of rows, which is no test
+    of its number elsewhere."""
+    return text
 
 
 def transaction_bytes(change: int) -> Callable[[str], str]:

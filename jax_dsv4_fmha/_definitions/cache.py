@@ -217,7 +217,7 @@ class Cache:
           ValueError, TypeError: positions, or a cache, that differ from what is documented.
         """
         op, dims = "Cache.take", self._sizes("Cache.take")
-        self.check(op, "cache", dims, _check.FLOAT)
+        self.check(op, "cache", dims, (*_check.FLOAT, jnp.dtype(jnp.float8_e4m3fn)))
         if positions is None:
             if self.block_table is None and not self.is_packed:
                 return self.entries

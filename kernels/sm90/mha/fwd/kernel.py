@@ -156,6 +156,9 @@ class MhaFwdSm90(ForwardKernel):
             if rows % ROWS_OF_WARPGROUP != 0:
                 cute.arch.barrier(barrier_id=Q_CLEARED, number_of_threads=CLEARERS + consumers)
             self.consume(self.consumer(bar, smem, scale_log2, n), operands, o, results, n)
+        if cutlass.const_expr(c.converters > 0):  # noqa: SIM102, at compile time
+            if warp >= 4 * (1 + c.consumers):
+                self.clear(bar, smem, operands, n)
 
     @cute.jit
     def produce(
@@ -279,8 +282,12 @@ class MhaFwdSm90(ForwardKernel):
             few=Scores(few, scores_of_few, c.few),
             p=register_operand(pv, c.tile_n, self.dtype),
             out=accumulator(pv, c.d),
-            softmax=softmax_of(c.d, scale_log2),
+            softmax=self.softmax(scale_log2, group, n),
         )
+
+    def softmax(self, scale_log2: Float32, group: Int32, n: Extents) -> Softmax:
+        """The softmax of a warpgroup's rows."""
+        return softmax_of(self.config.d, scale_log2)
 
     @cute.jit
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
