@@ -246,13 +246,14 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
   %sums = f32[64,8]{1,0} fusion(%y), calls=%fused_reduce, metadata={op_name="jit(ours)/bsr,rhd->bshd/dot_general"}
   %norms = f32[64,8]{1,0} fusion(%y), calls=%fused_reduce, metadata={op_name="jit(ours)/indexer/norm/reduce_sum"}
   %ffi_call.1 = bf16[4]{0} custom-call(%y), metadata={op_name="jit(ours)/transpose(jvp(attention))/jit(_call)/ffi_call"}
+  %ffi_call.2 = bf16[1,8,4]{2,1,0} custom-call(%data), custom_call_target="dsv4_fmha_unpack_matrix"
   %scatter.1 = f32[8]{0} fusion(%y), calls=%fused_scatter, metadata={op_name="jit(ours)/compressor/append/scatter"}
   ROOT %copy.1 = f32[8]{0} copy(%y)
 }
 """
         times = {"custom-call.1": 1, "gemm_fusion_dot.3": 2, "sums": 4, "norms": 8, "ffi_call.1": 16, "scatter.1": 32}
-        found = layer.parts(text, times | {"copy.1": 64, "unknown": 128})
-        assert found == {"products": 7, "indexer": 8, "attention": 16, "append": 32, "other": 192}
+        found = layer.parts(text, times | {"copy.1": 64, "unknown": 128, "ffi_call.2": 256})
+        assert found == {"products": 7 + 256, "indexer": 8, "attention": 16, "append": 32, "other": 192}
 
     def test_indices_are_permutations(self):
         row = SparseRow(b=1, s_q=5, s_kv=40, h_q=1, d=64, topk=30)

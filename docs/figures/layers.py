@@ -17,6 +17,7 @@ from .records import (
     PROMPTS,
     STACKS,
     STEPS,
+    UNPACKED,
     WHOLE,
     bullets,
     launched,
@@ -231,6 +232,19 @@ def fp8_steps() -> str:
         each = (x for name in ("bf16", "fp8") for x in (f"{row[name]['us']:.1f}", str(rates.get(name, "–"))))
         rows.append([row["row"].replace(", step after 16384", ""), *each])
     return table("a step | bfloat16, µs | TB/s | FP8, µs | TB/s", rows)
+
+
+def unpacked_matrices() -> str:
+    """Matrices of V4-Flash in FP8 as arrays, alone and before a product, beside XLA's."""
+    found: dict[str, list[str]] = {}
+    for row in suite(UNPACKED, "product"):
+        b = row["case"]["b"]
+        cells = found.setdefault(row["case"]["what"], [f"{row['bytes'] / 1e6:.0f}"])
+        cells += [micro(ours(row)), of_peer(row, "xla")]
+        if b == 0:
+            cells.insert(2, f"{row['bytes'] / ours(row) / row['copy_bytes_per_s']:.2f}")
+    columns = "MB | alone, µs | of C | XLA / ours | with 256 rows, µs | XLA / ours | with 4096 rows, µs | XLA / ours"
+    return table(f"matrix of | {columns}", ([name, *cells] for name, cells in found.items()))
 
 
 def whole_steps() -> str:

@@ -25,6 +25,7 @@ from .records import (
     SAME_BITS,
     STACKS,
     STEPS,
+    UNPACKED,
     bench_records,
     texts,
 )
@@ -46,6 +47,7 @@ TIMED = (
     STACKS,
     ON_H100,
     EXPERTS,
+    UNPACKED,
 )
 
 

@@ -17,8 +17,8 @@ KERNELS = {
     "collectives": re.compile(r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective"),
 }
 """parts whose kernels tell what they are, whatever their scope"""
-PRODUCT = re.compile(r"few_rows_product|dot_general|gemm|nvjet|cutlass")
-"""a product, by its path or its kernel; one in no scope is of attention's projections"""
+PRODUCT = re.compile(r"few_rows_product|unpack_matrix|dot_general|gemm|nvjet|cutlass")
+"""a product, or what unpacks its matrix, by its path or its kernel; one in no scope is of attention's projections"""
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": "10000"}
 """an option of XLA for a program that is profiled: the profiler does not see through CUDA graphs"""
 

@@ -1,8 +1,8 @@
 """The suite layer: whole layers of DeepSeek-V4-Flash, and the time of each of their parts.
 
 The compiled program tells which part a kernel belongs to. A matrix product is what XLA gives to cuBLAS or Triton, with
-the sum of its splits. Every other kernel has the name that `jax_dsv4_fmha.layers` gives with `jax.named_scope`; a
-fusion has the name of its last operation.
+the sum of its splits, and what unpacks its matrix. Every other kernel has the name that `jax_dsv4_fmha.layers` gives
+with `jax.named_scope`; a fusion has the name of its last operation.
 """
 
 import re
@@ -299,7 +299,8 @@ def _part(line: str, body: str) -> str:
     path = re.search(r'op_name="([^"]*)"', line)
     names = re.findall(r"\w+", path[1]) if path else []
     sums_splits = names[-1:] == ["dot_general"] and " reduce(" in body
-    if re.search('custom_call_target="(__cublas|dsv4_fmha_few_rows_product)', line) or " dot(" in body or sums_splits:
+    of_product = re.search('custom_call_target="(__cublas|dsv4_fmha_(few_rows_product|unpack_matrix))', line)
+    if of_product or " dot(" in body or sums_splits:
         return PRODUCTS
     if "append" in names:
         return "append"

@@ -158,13 +158,15 @@ class UnpackRow(CallRow):
         several, columns, _ = w.parts()
         return {"x": x.reshape(self.b, *several, *columns), "w": w} if self.b else {"w": w}
 
-    def ours(self, w: PackedMatrix, x: jax.Array | None = None) -> jax.Array:
-        return rows_first(w, jnp.bfloat16) if x is None else _few_rows.product_of(self._sums, x, w)
+    def ours(self, **operands: Any) -> jax.Array:
+        w = operands["w"]
+        return _few_rows.product_of(self._sums, operands["x"], w) if self.b else rows_first(w, jnp.bfloat16)
 
-    def peer(self, name: str, w: PackedMatrix, x: jax.Array | None = None) -> jax.Array:
-        if x is None:
-            return packed_matrix.unpacked(w.data, w.rows, w.columns, jnp.bfloat16)
-        return jnp.einsum(self._sums, x, w.unpacked(x.dtype))
+    def peer(self, name: str, **operands: Any) -> jax.Array:
+        w = operands["w"]
+        if self.b:
+            return jnp.einsum(self._sums, operands["x"], w.unpacked(jnp.bfloat16))
+        return packed_matrix.unpacked(w.data, w.rows, w.columns, jnp.bfloat16)
 
     @property
     def _sums(self) -> str:

@@ -111,8 +111,9 @@ def of_shards(unpack: Callable[..., Array], data: Array, rows: int, columns: int
     return found[..., :rows, :columns]
 
 
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
 def unpacked(data: Array, rows: int, columns: int, dtype: Any) -> Array:
-    """The numbers of matrices whose data this is, `[…, rows, columns]` in dtype."""
+    """The numbers of matrices whose data this is, `[…, rows, columns]` in dtype. It is traced once for each shape."""
     *several, tiles, n, _ = data.shape
     x = jnp.swapaxes(slabs.unpacked(data.reshape(-1, *data.shape[-3:])).astype(dtype), 3, 4)
     return x.reshape(*several, tiles * TILE, n * SLAB)[..., :rows, :columns]

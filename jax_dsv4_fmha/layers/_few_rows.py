@@ -86,7 +86,7 @@ def step_product(x: jax.Array, w: Matrix, *, dtype: Any = None) -> jax.Array:
 
     Args:
       x: bfloat16, float16 or float32.
-      w: an array, or a `PackedMatrix` of k columns and n rows, which XLA unpacks where no kernel runs.
+      w: an array, or a `PackedMatrix` of k columns and n rows, which is unpacked for XLA.
       dtype: of the result: x's, which is the default, or float32. Sums are float32.
 
     Returns:
@@ -412,7 +412,7 @@ _SUMMED = _op(
 
 
 def _of_packed(op: Op, axes: str) -> Op:
-    """The same op with a packed matrix of these axes, which XLA unpacks where no kernel runs."""
+    """The same op with a packed matrix of these axes, which is unpacked in `jnp` where no kernel runs."""
     size = op.results[0].axes.split()[-1]  # of the matrix's last axis, a parameter
 
     def reference(x: jax.Array, w: jax.Array, *others: jax.Array, **params: Any) -> Arrays:
