@@ -40,6 +40,7 @@ from jax_dsv4_fmha.layers import (
 )
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
+from . import devices
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .exact import exact_product, split
@@ -50,6 +51,7 @@ SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
+PACKED = (Packed, PackedExperts, PackedMatrix)
 FUSED = (4096, jnp.bfloat16)
 """channels and dtype for which `hyper_connection` has kernels; of others its definition would be loops of launches on a
 GPU"""
@@ -293,7 +295,12 @@ class Model:
         @functools.partial(jax.jit, static_argnums=0)  # StableHLO has a function for each kind, which layers call
         def run(layer, p, of_layer, x, cache, shared):
             before = self.reminded(p, of_layer, x)
-            return before, *self.block(layer, p, of_layer, before, tokens, cache, shared, attend)[:2]
+            block = functools.partial(self.block, layer, attend=attend)
+            given = p, OfLayer(of_layer.routing), before, tokens, cache, shared
+            if cache is not None and devices.share(SPLIT):
+                specs = self._partition_layer(layer, p), *[P()] * (len(given) - 1)
+                block = jax.shard_map(block, in_specs=specs, out_specs=P(), check_vma=False)
+            return before, *block(*given)[:2]
 
         x, outputs, means, shared = self.embedded(params, tokens), [], [], Shared()
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
@@ -337,7 +344,11 @@ class Model:
     ) -> tuple["Streams", Output, jax.Array]:
         """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
         of = self.before(p["attention_hc"], p["attention_norm"], streams)
-        out = attend(layer, p["attention"], of.z, cache, shared)
+        if devices.is_on_each():
+            out = attend(*devices.own_heads(layer, p["attention"], SPLIT), of.z, cache, shared)
+            out = out._replace(y=step_psum(out.y, SPLIT))
+        else:
+            out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
         of = self.before(p["moe_hc"], p["moe_norm"], streams)
         y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, cache is None)
@@ -402,19 +413,21 @@ class Model:
             routed = self.of_experts(p["w13"], p["w2"], x, *of_tokens, part)
             return routed + self.of_shared(p["shared13"], p["shared2"], x, is_trained)
 
+        def of_device(matrices: Any, *of_tokens: jax.Array) -> jax.Array:
+            part = jax.lax.axis_index("expert")
+            if not is_trained:
+                return step_psum(of_all(matrices, part, *of_tokens), SPLIT)
+            of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
+            matrices = jax.lax.pcast(matrices, axes, to="varying") if axes else matrices
+            return jax.lax.psum(of_all(matrices, part, *of_tokens), SPLIT)
+
         if jax.sharding.get_abstract_mesh().empty:
             return of_all(matrices, 0, x, weights, chosen), load
+        if devices.is_on_each():
+            return of_device(matrices, x, weights, chosen), load
         rows, specs = rows_of(x), self._partition_moe()
         axes = tuple(name for name in rows if name)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
-
-        def of_device(matrices, *of_tokens):
-            if not is_trained:
-                return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
-            of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
-            matrices = jax.lax.pcast(matrices, axes, to="varying") if axes else matrices
-            return jax.lax.psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
-
         given = of_weights, rows, rows, rows
         run = jax.shard_map(of_device, in_specs=given, out_specs=rows, check_vma=is_trained)
         return run(matrices, x, weights, chosen), load
@@ -520,17 +533,20 @@ class Model:
     def partition(self, params: Any = None) -> dict[str, Any]:
         """The PartitionSpec of each parameter, in a mesh with axes "tensor" and "expert".
 
-        params: parameters of which some are packed, or their shapes: these then have specs of their codes and scales.
+        params: parameters, or their shapes, of which some may be packed, and then have specs of codes and scales, or
+          `joined`.
         """
-        parts = jax.tree.map(lambda _: P(), jax.eval_shape(self.init, jax.random.key(0)))
-        for i, (layer, p) in enumerate(zip(self.layers, parts["layers"], strict=True)):
-            p |= {"attention": layer.partition(SPLIT), "moe": self._partition_moe()}
-            if params is not None:
-                its = params["layers"][i]
-                p["attention"] = layer.partition(SPLIT, params=its["attention"])
-                p["moe"] = {name: spec_of(x, p["moe"][name]) for name, x in its["moe"].items()}
+        made = jax.eval_shape(self.init, jax.random.key(0)) if params is None else params
+        parts = replicated(made) | {"layers": list(map(self._partition_layer, self.layers, made["layers"]))}
         tables = {i: {"rows": P(None, SPLIT), "scales": P(None, SPLIT)} for i in parts.get("tables", {})}
         return parts | {"head": P(None, SPLIT)} | ({"tables": tables} if tables else {})
+
+    def _partition_layer(self, layer: DSV4Attention, p: Any) -> dict[str, Any]:
+        attention, moe = layer.partition(SPLIT, params=p["attention"]), self._partition_moe()
+        return replicated(p) | {
+            "attention": attention,
+            "moe": {name: spec_of(x, moe[name]) for name, x in p["moe"].items()},
+        }
 
     def _partition_moe(self) -> dict[str, P]:
         experts = {"w13": P("expert", None, "tensor"), "w2": P("expert", None, "tensor")}
@@ -610,6 +626,11 @@ class Streams(NamedTuple):
         return mixed(self.post, self.mix, self.y, self.x)
 
 
+def replicated(params: dict[str, Any]) -> dict[str, Any]:
+    """The PartitionSpecs of parameters, or of what stands for them, that devices have whole."""
+    return jax.tree.map(lambda _: P(), params, is_leaf=lambda x: isinstance(x, PACKED))
+
+
 def spec_of(w: Any, spec: P) -> P:
     """The PartitionSpec of matrices that have this one as an array: of what they are in memory."""
     if isinstance(w, PackedExperts):
@@ -627,7 +648,7 @@ def rows_of(x: jax.Array) -> P:
 
 def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """f(x) of x `[b, s, …]`, by each device for its own tokens: XLA would gather them for a sort or a kernel."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if jax.sharding.get_abstract_mesh().empty or devices.is_on_each():
         return f(x)
     return jax.shard_map(f, in_specs=rows_of(x), out_specs=rows_of(x))(x)
 
