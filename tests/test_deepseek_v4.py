@@ -163,6 +163,18 @@ def test_stablehlo_grows_by_a_call_for_a_layer():
         assert len(many) == len(few) + 4
 
 
+@pytest.mark.parametrize("data, asked", [(1, False), (2, True)])
+@pytest.mark.parametrize("method, tokens", [("step", ()), ("read", (8,))])
+def test_devices_that_share_heads_are_not_asked_for_each_op(data, asked, method, tokens):
+    """Where devices share no sequences, a layer is one shard_map: XLA asks no op what a device computes."""
+    model = Model.from_config(CONFIGS["v4"])
+    operands = np.zeros((2, *tokens), np.int32), *[np.full(2, 12, np.int32)] * (1 + len(tokens))
+    with common.mesh_of(1, 2, data):
+        params, caches = jax.eval_shape(lambda: model.init(jax.random.key(0))), model.cache(2, 64)
+        text = jax.jit(getattr(model, method)).lower(params, operands[0], caches, *operands[1:]).as_text()
+    assert ("CustomSPMDPartitioning" in text) == asked
+
+
 @pytest.mark.slow
 def test_compiled_programs_are_kept(tmp_path):
     """A program that is run again finds in --compiled what the first one left there, and adds nothing."""
@@ -197,7 +209,8 @@ def of_one_device(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, shape", [*(("v4", shape) for shape in ((1, 2, 2), (2, 2, 2), (1, 1, 8))), ("v4.1", (2, 2, 1))]
+    "name, shape",
+    [*(("v4", shape) for shape in ((1, 2, 2), (2, 2, 2), (1, 1, 8))), *(("v4.1", (data, 2, 1)) for data in (1, 2))],
 )
 def test_shards(name, shape):
     """Logits, steps and gradients over 2, 4 and 8 devices are those of one device, up to rounding."""

@@ -40,6 +40,7 @@ from jax_dsv4_fmha.layers import (
 )
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
+from . import devices
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .exact import exact_product, split
@@ -49,6 +50,7 @@ from .sinkhorn import doubly_stochastic
 
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
+PACKED = (Packed, PackedExperts, PackedMatrix)
 FUSED = (4096, jnp.bfloat16)
 """channels and dtype for which `hyper_connection` has kernels; of others its definition would be loops of launches on a
 GPU"""
@@ -292,7 +294,12 @@ class Model:
         @functools.partial(jax.jit, static_argnums=0)  # StableHLO has a function for each kind, which layers call
         def run(layer, p, of_layer, x, cache, shared):
             before = self.reminded(p, of_layer, x)
-            return before, *self.block(layer, p, of_layer, before, tokens, cache, shared, attend)[:2]
+            block = functools.partial(self.block, layer, attend=attend)
+            given = p, OfLayer(of_layer.routing), before, tokens, cache, shared
+            if cache is not None and devices.share(SPLIT):
+                specs = self._partition_layer(layer, p), *[P()] * (len(given) - 1)
+                block = jax.shard_map(block, in_specs=specs, out_specs=P(), check_vma=False)
+            return before, *block(*given)[:2]
 
         x, outputs, means, shared = self.embedded(params["embed"][tokens]), [], [], Shared()
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
@@ -336,7 +343,11 @@ class Model:
         """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
         is_trained = cache is None
         of = self.before(p["attention_hc"], p["attention_norm"], streams, is_trained)
-        out = attend(layer, p["attention"], of.z, cache, shared)
+        if devices.is_on_each():
+            out = attend(*devices.own_heads(layer, p["attention"], SPLIT), of.z, cache, shared)
+            out = out._replace(y=step_psum(out.y, SPLIT))
+        else:
+            out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
         of = self.before(p["moe_hc"], p["moe_norm"], streams, is_trained)
         y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, is_trained)
@@ -403,6 +414,8 @@ class Model:
 
         if jax.sharding.get_abstract_mesh().empty:
             return of_all(matrices, 0, x, weights, chosen), load
+        if devices.is_on_each():
+            return step_psum(of_all(matrices, jax.lax.axis_index("expert"), x, weights, chosen), SPLIT), load
         rows, specs = rows_of(x, is_trained), self._partition_moe(is_trained)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
         apart, alike = within(rows)
@@ -522,20 +535,25 @@ class Model:
         """The PartitionSpec of each parameter, in a mesh with axes "tensor" and "expert".
 
         Args:
-          params: some of which are packed, or their shapes: these then have specs of their codes and scales.
+          params: parameters, or their shapes, of which some may be packed, and then have specs of codes and scales, or
+            `joined`.
           is_trained: gives those of products in training, and wants an axis "context".
         """
-        heads, vocabulary = ("tensor", ALL) if is_trained else (SPLIT, SPLIT)
-        parts = jax.tree.map(lambda _: P(), jax.eval_shape(self.init, jax.random.key(0)))
-        for i, (layer, p) in enumerate(zip(self.layers, parts["layers"], strict=True)):
-            p |= {"attention": layer.partition(heads), "moe": self._partition_moe(is_trained)}
-            if params is not None:
-                its = params["layers"][i]
-                p["attention"] = layer.partition(heads, params=its["attention"])
-                p["moe"] = {name: spec_of(x, p["moe"][name]) for name, x in its["moe"].items()}
+        made = jax.eval_shape(self.init, jax.random.key(0)) if params is None else params
+        layers = zip(self.layers, made["layers"], strict=True)
+        parts = replicated(made) | {"layers": [self._partition_layer(*of_layer, is_trained) for of_layer in layers]}
+        vocabulary = ALL if is_trained else SPLIT
         tables = {i: {"rows": P(None, SPLIT), "scales": P(None, SPLIT)} for i in parts.get("tables", {})}
         embed = P(None, GROUP) if is_trained else P()
         return parts | {"embed": embed, "head": P(None, vocabulary)} | ({"tables": tables} if tables else {})
+
+    def _partition_layer(self, layer: DSV4Attention, p: Any, is_trained: bool = False) -> dict[str, Any]:
+        attention = layer.partition("tensor" if is_trained else SPLIT, params=p["attention"])
+        moe = self._partition_moe(is_trained)
+        return replicated(p) | {
+            "attention": attention,
+            "moe": {name: spec_of(x, moe[name]) for name, x in p["moe"].items()},
+        }
 
     def _partition_moe(self, is_trained: bool) -> dict[str, P]:
         of, channels = (GROUP, ALL) if is_trained else ("expert", SPLIT)
@@ -616,6 +634,11 @@ class Streams(NamedTuple):
         return mixed(self.post, self.mix, self.y, self.x)
 
 
+def replicated(params: dict[str, Any]) -> dict[str, Any]:
+    """The PartitionSpecs of parameters, or of what stands for them, that devices have whole."""
+    return jax.tree.map(lambda _: P(), params, is_leaf=lambda x: isinstance(x, PACKED))
+
+
 def spec_of(w: Any, spec: P) -> P:
     """The PartitionSpec of matrices that have this one as an array: of what they are in memory."""
     if isinstance(w, PackedExperts):
@@ -627,7 +650,7 @@ def spec_of(w: Any, spec: P) -> P:
 
 def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array, is_trained: bool) -> jax.Array:
     """f(x) of x `[b, s, …]`, by each device for its own tokens: XLA would gather them for a sort or a kernel."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if jax.sharding.get_abstract_mesh().empty or devices.is_on_each():
         return f(x)
     rows = rows_of(x, is_trained)
     return jax.shard_map(f, in_specs=rows, out_specs=rows)(x)

@@ -71,7 +71,7 @@ def main(
         for work in works:
             what = model, params, mesh, work, jnp.dtype(kept or common.compute_dtype())
             row = {"work": str(work), **of_work(*what, calls, rounds, **options)}
-            said = f"{row['ms']:.3f} ms, compiled in {row['compiled in s']:.1f} s"
+            said = f"{row['ms']:.3f} ms, compiled in {row['compiled in s']:.1f} s, {row['XLA s']:.1f} of them XLA's"
             if parts:
                 row["parts"] = parts_of(*what, **options)
                 said += "; " + ", ".join(f"{part} {ms:.3f}" for part, ms in row["parts"].items())
@@ -106,9 +106,9 @@ def option_of(text: str) -> tuple[str, str]:
 
 def program(
     model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, rounds: int = 1, **options: str
-) -> tuple[Any, Caches, tuple[Any, ...], float]:
-    """A compiled call, full caches, what it takes besides, and the seconds that it took to compile. One of steps ends
-    with the last token of the context.
+) -> tuple[Any, Caches, tuple[Any, ...], tuple[float, float]]:
+    """A compiled call, full caches, what it takes besides, and the seconds of tracing and lowering, and of XLA. A call
+    of steps ends with the last token of the context.
     """
     everywhere = NamedSharding(mesh, P())
     make = lambda: speed.random(model.cache(work.b, work.context, dtype))  # noqa: E731
@@ -127,8 +127,10 @@ def program(
         return f(params, operands[0], caches, *operands[1:])
 
     jitted = jax.jit(call, donate_argnums=1, out_shardings=(None, everywhere), compiler_options=options or None)
-    compiled = jitted.lower(params, caches, *operands).compile()
-    return compiled, caches, operands, time.perf_counter() - began
+    lowered = jitted.lower(params, caches, *operands)
+    then = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, caches, operands, (then - began, time.perf_counter() - then)
 
 
 def of_work(
@@ -143,7 +145,8 @@ def of_work(
         return caches, made
 
     ms = speed.median(call, max(1, calls // (rounds if work.tokens == 1 else 5)), caches) / rounds
-    return {"ms": ms, "rounds": rounds, "tokens/s": work.b * work.tokens / ms * 1e3, "compiled in s": seconds}
+    rate, compiled = work.b * work.tokens / ms * 1e3, {"compiled in s": sum(seconds), "XLA s": seconds[1]}
+    return {"ms": ms, "rounds": rounds, "tokens/s": rate, **compiled}
 
 
 def parts_of(

@@ -295,8 +295,8 @@ def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
 def _of_device(
     call: Call, shapes: tuple[tuple[Any, ...], ...], specs: tuple[P, ...], mesh: Any
 ) -> tuple[_Layout, Callable[..., Arrays]]:
-    """How a mesh splits a call, and what a device computes: the same function for calls that are alike, as in the
-    layers of a model, so that JAX traces it once. The partitioner asks for each of them.
+    """The split of a call over a mesh, and what a device computes: the same function for alike calls, as in the layers
+    of a model, so that JAX traces it once. The partitioner asks for each of them.
     """
     layout = _Layout(call, shapes, specs, mesh.shape, strict=False)
     return layout, jax.jit(functools.partial(layout.run, functools.partial(folded, call)))
