@@ -95,8 +95,7 @@ def gathered(dtype: Any, spec: P, x: jax.Array) -> jax.Array:
 
 
 def _gathered_back(dtype: Any, spec: P, like: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    mine = jax.lax.with_sharding_constraint(dy, stored(spec, dy))
-    return (jax.lax.optimization_barrier(mine).astype(like.dtype),)  # or XLA would turn it over in the optimizer
+    return (jax.lax.with_sharding_constraint(dy, stored(spec, dy)).astype(like.dtype),)
 
 
 gathered.defvjp(lambda dtype, spec, x: (gathered(dtype, spec, x), jnp.zeros(0, x.dtype)), _gathered_back)
