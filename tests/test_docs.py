@@ -166,6 +166,17 @@ def test_a_tree_is_paths():
     assert found == {"a", "a/b/c", "a/b/d", "a/b/e", "f"}
 
 
+def test_the_lines_for_code_bases_name_what_is_there():
+    generate = runpy.run_path(str(ROOT / "docs/generate.py"))["GENERATED"]
+    codes = re.findall(r"\| `([^`]*jax_dsv4_fmha[^`]*)`", generate["code_bases"]())
+    assert len(codes) == 5
+    for code in codes:
+        dotted, name = re.search(r"jax_dsv4_fmha[\w.]+", code)[0], re.findall(r"\w+", code)[-1]
+        module = dotted.removesuffix(f".{name}") if name == "attention_fn" else dotted
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert ('if __name__ == "__main__":' if code.startswith("python -m ") else f"def {name}(") in text, code
+
+
 def test_what_is_no_section():
     find = LINT["unknown_sections"]
     assert find("A.\n\nArgs (B batch, T queries):\n  query: an array.") == ["Args (B batch, T queries)"]

@@ -35,6 +35,30 @@ MORE = (
     ("a residual of four streams, between two sublayers", "`hyper_connection`"),
 )
 
+CODE_BASES = (  # whose attention an adapter takes over, the version, and the line that does it
+    (
+        "MaxText",
+        "0.2.5",
+        "`python -m jax_dsv4_fmha.adapters.maxtext …`, in the place of `python -m maxtext.trainers.pre_train.train …`",
+    ),
+    (
+        "Levanter",
+        "marin-levanter 0.2.227.dev40316220070",
+        "`from jax_dsv4_fmha.adapters.levanter import attention`, in the place of `levanter.grug.attention`'s",
+    ),
+    (
+        "EasyDeL, by ejkernel",
+        "ejkernel 0.0.80.3",
+        "`import jax_dsv4_fmha.adapters.ejkernel as adapter; adapter.register()`",
+    ),
+    (
+        "AXLearn",
+        "commit 34aed43 of July 2026",
+        "`import jax_dsv4_fmha.adapters.axlearn as adapter; adapter.register()`",
+    ),
+    ("flax", "0.12", "`attention_fn=jax_dsv4_fmha.layers.flax.attention_fn`, of flax's attention modules"),
+)
+
 
 def _listed(rows: Iterable[tuple[str, str]]) -> str:
     return texts("I have … | → call …", rows)
@@ -46,3 +70,8 @@ def which_op_in_short() -> str:
 
 def which_op() -> str:
     return _listed(OPS[:-1] + MORE + OPS[-1:])
+
+
+def code_bases() -> str:
+    """The line for each of other people's code bases."""
+    return texts("in … | version | … the line is", CODE_BASES)

@@ -1,8 +1,8 @@
-"""Ours beside FlashMLA, of one run."""
+"""Ours beside FlashMLA, and in MaxText beside its dot products, each of one run."""
 
 from typing import Any
 
-from .records import CUDNN_FRONTEND, PEERS, STEP, micro, of_peer, ours, seconds, table, wrapped
+from .records import CUDNN_FRONTEND, PEERS, STEP, load, micro, of_peer, ours, seconds, table, wrapped
 
 
 def beside(peer: str) -> list[dict[str, Any]]:
@@ -41,3 +41,13 @@ def steps_beside_flashmla() -> dict[tuple[str | None, int, int], float]:
     """How many times as long FlashMLA takes, by the kind of our cache, heads and batch."""
     found = ((STEP.match(row["name"]), seconds(row, "flashmla") / ours(row)) for row in beside("flashmla"))
     return {(step[4], int(step[3]), int(step[2])): ratio for step, ratio in found if step}
+
+
+def in_maxtext() -> str:
+    """Attention of V4-Flash's layers in MaxText, as examples/maxtext_times.py timed it."""
+    layers = {0: "window", 4: "window, and what CSA chose", 128: "window, and all of HCA"}
+    rows = []
+    for x in load("h200_maxtext")["results"]:
+        dots, ours = x["dots_ms"], x["ours_ms"]
+        rows.append([f"{layers[x['ratio']]}: {x['what']}", f"{dots:.1f}", f"{ours:.2f}", f"{dots / ours:.0f}"])
+    return table("8192 tokens, 64 heads | dot products, ms | ours, ms | their time / ours", rows)
