@@ -52,7 +52,7 @@ test-gpu: build .venv/.tools ## run the tests of a GPU, several at a time; ARGS=
 	$(BIN)/python -m tests.gpu $(ARGS)
 
 test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
-	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-hf/bin/python -m pytest -n 2 -W ignore tests/test_hf.py tests/test_hf_latent.py tests/test_hf_gpt_oss.py tests/test_hf_model.py tests/test_http.py
+	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-hf/bin/python -m pytest -n 2 -W ignore tests/test_hf.py tests/test_hf_latent.py tests/test_hf_gpt_oss.py tests/test_hf_gemma4.py tests/test_hf_model.py tests/test_http.py
 
 test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for ten
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
