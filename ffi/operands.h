@@ -228,7 +228,7 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
                         .s_batch = is_pool ? 0 : k[1],
                         .topk = from.size() == 3 ? from[2] : 0,
                         .pages = 0};
-    if (call.target->sources[i] == kPages) shape.sources[i].s_kv = n.width * n.page, shape.sources[i].pages = n.pages;
+    if (IsInPages(shape.sources[i].kind)) shape.sources[i].s_kv = n.width * n.page, shape.sources[i].pages = n.pages;
   }
   return shape;
 }

@@ -32,20 +32,21 @@ struct Tiling {
   uint32_t grid;
 };
 
-// Where keys come from.  A span is one interval of keys per query, pages are the same of keys in pages of a pool.  A
-// selection is a list of keys per query, gathered
-// by index.  A packed source is a selection of keys of 8 bits or fewer.  TMA loads a span if all sources are spans;
-// otherwise the kernel gathers it too.
-enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages };
+// Where keys come from.  A span is one interval of keys per query, pages are the same of keys in pages of a pool, like q
+// or as codes of e4m3.  A selection is a list of keys per query, gathered by index.  A packed source is a selection of
+// keys of 8 bits or fewer.  TMA loads a span if all sources are spans; otherwise the kernel gathers it too.
+enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages, kPagesE4M3 };
+
+inline bool IsInPages(int64_t kind) { return kind == kPages || kind == kPagesE4M3; }
 
 constexpr int kMaxSources = 2;
 
 struct SourceShape {
   int64_t kind, s_kv;
-  // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys and kPages, between pages.
+  // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys and those in pages, between pages.
   int64_t s_batch;
   int64_t topk;   // entries of a selection
-  int64_t pages;  // of a pool of kPages
+  int64_t pages;  // of a pool, where keys are in pages
 };
 
 // What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q. Their first d_v numbers are values.
@@ -180,9 +181,14 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
 }
 
 // abi.params_of_pages: an array [pages, page, h_kv, d] as [d, page, h_kv, pages], of which a box has some keys of a page.
+// Codes come as they lie, and threads put their numbers where products want them.
 inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t box, void* address) {
   shape.b = source.pages;
-  return Keys(shape, source.s_batch, box, address);
+  if (source.kind == kPages) return Keys(shape, source.s_batch, box, address);
+  shape.type = kUInt8;
+  TensorArgument codes = Keys(shape, source.s_batch, box, address);
+  codes.map.swizzle = kNoSwizzle, codes.map.box[0] = U32(shape.d);
+  return codes;
 }
 
 // The keys of such a box: as many as divide a page, up to one of swizzled rows that divides every tile of keys.
@@ -229,7 +235,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   }
   static constexpr int64_t kLeastBox = 8;  // this many rows are swizzled alike
   const int64_t box = BoxOfPage(source.s_batch);
-  if (source.kind == kPages) {
+  if (IsInPages(source.kind)) {
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
     if (shape.h_kv > max_heads / source.s_batch) {
@@ -241,7 +247,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     return TooLarge(s_kv + " * h_kv", source.s_kv * shape.h_kv, max_heads);
   }
   if constexpr (requires { x->k.map; }) {
-    const bool in_pages = source.kind == kPages;
+    const bool in_pages = IsInPages(source.kind);
     const auto keys = [&](void* address) {
       return in_pages ? Pages(shape, source, box, address) : Keys(shape, source.s_kv, tiles.tile_n, address);
     };
@@ -259,6 +265,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     x->k_pages = at.k_pages, x->v_pages = at.v_pages;
     x->page = I32(source.s_batch), x->box = I32(box);
     x->width = I32(source.s_kv / std::max<int64_t>(source.s_batch, 1));
+    x->scales = at.scales;
   }
   return "";
 }

@@ -370,6 +370,8 @@ def gqa_decode(
     sink: jax.Array | None = None,
     q_offset: Any = None,
     scale: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Attention:
     """Attention over what caches of K and of V hold; see `jax_dsv4_fmha.gqa_decode`."""
     b, s_q, _, d = q.shape
@@ -384,6 +386,9 @@ def gqa_decode(
     is_query = (position >= 0) & (position < lengths)
     stop = jnp.where(is_query, jnp.minimum(position + 1, lost), 0)
     k, v = (x.reshape(b, room, -1, d) for x in (k, v))
+    if k.dtype == jnp.float8_e4m3fn:
+        scales = (1.0 if x is None else jnp.reshape(x, (-1, 1)) for x in (k_scale, v_scale))
+        k, v = (x.astype(_FP32) * scale for x, scale in zip((k, v), scales, strict=True))
     o, lse = fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
     return o, lse
 

@@ -117,6 +117,7 @@ def codes_of(op: str, precision: str) -> Arrays:
 
 
 SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
+TABLES_OF_PAGES = tuple(array(f"{name}: s32[b width]", name, source=0) for name in ("k_pages", "v_pages"))
 SOURCES = {
     "mha_fwd": (
         array("k: T[b s_kv h_kv d]", "k", source=0),
@@ -127,8 +128,14 @@ SOURCES = {
         array("k: T[pages page h_kv d]", "k", source=0),
         array("v: T[pages page h_kv d]", "v", source=0),
         *SPAN_OF_HEADS[1:],
-        array("k_pages: s32[b width]", "k_pages", source=0),
-        array("v_pages: s32[b width]", "v_pages", source=0),
+        *TABLES_OF_PAGES,
+    ),
+    "mha_fwd_paged_e4m3": (
+        array(f"k: {CODES}[pages page h_kv d]", "k", source=0, aligned=True),
+        array(f"v: {CODES}[pages page h_kv d]", "v", source=0, aligned=True),
+        *SPAN_OF_HEADS[1:],
+        *TABLES_OF_PAGES,
+        array("scales: f32[b h_kv 2]", "scales", source=0),  # of K and of V
     ),
     "mla_span_fwd": SPAN_OF_HEADS,
     "mla_sparse_fwd": selection(0, "kv", "b s_kv d"),
@@ -243,7 +250,7 @@ KEPT_BY_INSERTION = (
 place other calls may have theirs."""
 
 TARGETS = (
-    *map(attention, ("mha_fwd", "mha_fwd_paged", "mla_span_fwd")),
+    *map(attention, ("mha_fwd", "mha_fwd_paged", "mha_fwd_paged_e4m3", "mla_span_fwd")),
     attention("mla_span_fwd", FEW_HEADS, span(0, "kv", "b s_kv d")),
     *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),

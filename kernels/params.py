@@ -61,18 +61,23 @@ TILING = each(
 """How the rows of q are cut into tiles: `kernels.lib.rows.Extents`."""
 
 
+PAGES = ("pages", "pages_e4m3")
+"""Kinds of sources with an interval of keys per query, which are in pages, as q or as codes of e4m3."""
+
+
 def gathers(sources: tuple[str, ...]) -> bool:
     """True if keys differ from query to query: a tile of rows has one query's heads then, and all keys are gathered."""
-    return any(kind not in ("span", "pages") for kind in sources)
+    return any(kind not in ("span", *PAGES) for kind in sources)
 
 
 def params_of_span(i: int) -> Params:
     return each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
 
 
-def params_of_pages(i: int) -> Params:
-    """The tables that name a source's pages, and their sizes."""
-    return each("address", "k_pages", "v_pages", source=i) + each("int32", "width", "page", "box", source=i)
+def params_of_pages(i: int, kind: str) -> Params:
+    """The tables that name a source's pages, and their sizes; of codes the scales."""
+    tables = each("address", "k_pages", "v_pages", source=i) + each("int32", "width", "page", "box", source=i)
+    return tables + each("address", *["scales"] * (kind == "pages_e4m3"), source=i)
 
 
 def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False) -> Params:
@@ -92,9 +97,9 @@ def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, a
             params += each("map", "k", source=i)
         if not by_tma and (all_gathered or (shared_kv and sources == ("span",))):
             params += each("address", "k", source=i)
-        if kind in ("span", "pages"):
+        if kind in ("span", *PAGES):
             params += params_of_span(i)
-            params += params_of_pages(i) if kind == "pages" else ()
+            params += params_of_pages(i, kind) if kind in PAGES else ()
         else:
             params += each("address", "indices", "length", source=i)
             params += each("int32", "s_kv", "s_batch", "topk", source=i)

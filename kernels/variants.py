@@ -110,7 +110,12 @@ VARIANTS: tuple[Variant, ...] = (
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),
-    *(Forward("mha_fwd_paged", "sm_90a", MHA_PAGED, d, dtype) for d in (64, 128, 256) for dtype in DTYPES),
+    *(
+        Forward(f"mha_fwd_paged{codes}", "sm_90a", f"{MHA_PAGED}{codes}", d, dtype)
+        for codes in ("", "_e4m3")
+        for d in (64, 128, 256)
+        for dtype in DTYPES
+    ),
     *(
         Forward(op, arch, module, 512, "bfloat16")
         for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))

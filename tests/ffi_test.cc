@@ -49,7 +49,8 @@ struct Arrays {
                        .from = Of("start", rows, ffi::S32),
                        .to = Of("stop", rows, ffi::S32),
                        .k_pages = {},
-                       .v_pages = {}};
+                       .v_pages = {},
+                       .scales = {}};
     call.o = Of("o", q, ffi::BF16), call.lse = Of("lse", lse, ffi::F32);
     call.o_parts = Of("o_parts", o_parts, ffi::F32), call.lse_parts = Of("lse_parts", parts, ffi::F32);
     return call;

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import run_into, run_reference
@@ -72,6 +73,30 @@ def assert_right(got: Any, want: Any, tolerances: Any = KERNEL) -> None:
     """Results equal `want`, within the tolerances of `compare`."""
     for verdict in compare(got, want, tolerances):
         assert verdict.passed, verdict
+
+
+def assert_maps(step: Any, q: jax.Array, caches: Any, mapped: str, assert_alike: Any = assert_right) -> None:
+    """A step of generation under jax.vmap is one after the other; mapped: "all", or "q alone"."""
+    f, qs, axes = jax.jit(step), jnp.stack([q, -q]), 0 if mapped == "all" else None
+    if mapped == "all":
+        caches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), caches)
+    got = jax.jit(jax.vmap(f, in_axes=(0, axes)))(qs, caches)
+    for i in range(2):
+        one = f(qs[i], caches if axes is None else jax.tree.map(lambda x, i=i: x[i], caches))
+        assert_alike([x[i] for x in got], one)
+
+
+def assert_gradient_on_the_reference_alone(step: Any, op: str, q: jax.Array, caches: Any) -> None:
+    """Elsewhere there is none, and the error says so; step(q, caches, implementation)."""
+
+    def loss(q: jax.Array, caches: Any, implementation: str | None) -> jax.Array:
+        return step(q, caches, implementation)[0].sum()
+
+    with pytest.raises(NotImplementedError, match=f"{op}: gradient: got a call to differentiate, wanted stop_gr"):
+        jax.grad(loss)(q, caches, None)
+    dq, dcaches = jax.grad(loss, (0, 1), allow_int=True)(q, caches, "reference")
+    of_floats = [x for x in jax.tree.leaves(dcaches) if x.dtype != jax.dtypes.float0]
+    assert jnp.isfinite(dq).all() and of_floats and all(jnp.abs(x).max() > 0 for x in of_floats)
 
 
 def assert_right_twice(case):

@@ -15,7 +15,14 @@ from jax_dsv4_fmha import Cache, Span, explain, fmha, gqa_decode
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import HeadsStepCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from tests.helpers import assert_right, assert_right_twice, collectives, normal
+from tests.helpers import (
+    assert_gradient_on_the_reference_alone,
+    assert_maps,
+    assert_right,
+    assert_right_twice,
+    collectives,
+    normal,
+)
 
 STEPS = [case for case in CASES if case.op == HeadsStepCase.op]
 B, S_Q, H, H_KV, D, PAGE = 2, 3, 8, 4, 16, 3
@@ -132,37 +139,66 @@ def test_extreme_lengths(lengths, window):
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("mapped", ["all", "q alone"])
 def test_vmap(mapped, kind):
-    qs, axes = jnp.stack([Q, -Q]), 0 if mapped == "all" else None
-    caches = CACHES[kind]
-    if mapped == "all":
-        caches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), caches)
-    f = jax.jit(lambda q, caches: step(q, *caches, LENGTHS, window=4))
-    got = jax.jit(jax.vmap(f, in_axes=(0, axes)))(qs, caches)
-    for i in range(2):
-        one = f(qs[i], caches if axes is None else jax.tree.map(lambda x, i=i: x[i], caches))
-        assert_close([x[i] for x in got], one)
+    assert_maps(lambda q, caches: step(q, *caches, LENGTHS, window=4), Q, CACHES[kind], mapped, assert_close)
 
 
 def test_gradients():
-    """There is none, and the error says so, except on the reference."""
+    f = lambda q, caches, implementation: step(q, *caches, LENGTHS, implementation=implementation)  # noqa: E731
+    assert_gradient_on_the_reference_alone(f, "gqa_decode", Q, PAGED)
 
-    def loss(q, caches, implementation):
-        return step(q, *caches, LENGTHS, implementation=implementation)[0].sum()
 
-    with pytest.raises(NotImplementedError, match="gqa_decode: gradient: got a call to differentiate, wanted stop_gr"):
-        jax.grad(loss)(Q, PAGED, None)
-    dq, caches = jax.grad(loss, (0, 1), allow_int=True)(Q, PAGED, "reference")
-    assert jnp.isfinite(dq).all() and all(jnp.abs(x.entries).max() > 0 for x in caches)
+# ---- caches in FP8
+
+SCALES = {"k_scale": jnp.asarray([0.03, 0.07, 0.011, 0.2]), "v_scale": jnp.float32(0.05)}
+
+
+def as_codes(cache, scale):
+    """What a cache holds in units of its scale, and what that means."""
+    scales = jnp.repeat(jnp.broadcast_to(scale, H_KV), D)
+    codes = jnp.clip(cache.entries / scales, -448, 448).astype(jnp.float8_e4m3fn)
+    return Cache(codes, cache.block_table), Cache(codes.astype(jnp.float32) * scales, cache.block_table)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_codes_are_numbers_times_their_scales(kind, window, implementation):
+    coded, meant = zip(*map(as_codes, CACHES[kind], SCALES.values()), strict=True)
+    how = {"window": window, "implementation": implementation}
+    assert_close(step(Q, *coded, LENGTHS, **how, **SCALES), step(Q, *meant, LENGTHS, **how))
+    ones = [Cache(x.entries.astype(jnp.float32), x.block_table) for x in coded]
+    assert_close(step(Q, *coded, LENGTHS, **how), step(Q, *ones, LENGTHS, **how))
+    as_numbers = step(Q, *coded, LENGTHS, **how, k_scale=0.5, v_scale=2)
+    assert_close(as_numbers, step(Q, *coded, LENGTHS, **how, k_scale=jnp.full(H_KV, 0.5), v_scale=jnp.float32(2)))
+
+
+def test_new_codes_are_appended():
+    coded, _ = as_codes(PAGED[0], SCALES["k_scale"])
+    new = jnp.full((B, 1, H_KV * D), 3.0, jnp.float8_e4m3fn)
+    taken = coded.append(new, LENGTHS[:, None] - 1).take(LENGTHS[:, None] - jnp.arange(1, 3))
+    assert taken.dtype == jnp.float8_e4m3fn and (taken[:, 0] == 3).all()
+    assert (taken[:, 1] == coded.take(LENGTHS[:, None] - 2)[:, 0]).all()
+
+
+@pytest.mark.parametrize("mapped", ["all", "q alone"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_vmap_of_codes(kind, mapped):
+    """Scales are mapped with the caches that they are of."""
+    coded = [as_codes(*x)[0] for x in zip(CACHES[kind], SCALES.values(), strict=True)]
+    scales = {name: jnp.broadcast_to(x, H_KV) for name, x in SCALES.items()}
+    f = lambda q, given: step(q, *given[0], LENGTHS, window=4, **given[1])  # noqa: E731
+    assert_maps(f, Q, (coded, scales), mapped, assert_close)
 
 
 def placed(mesh, x, *spec):
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
 @pytest.mark.parametrize("pool", ["whole", "heads"])
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("kind", CACHES)
-def test_meshes(kind, axes, pool):
+def test_meshes(kind, axes, pool, codes):
     """A step has no collective, with batch over one axis of a mesh and heads over the other; each device has the heads
     of its own caches, where these are Auto axes.
     """
@@ -170,16 +206,21 @@ def test_meshes(kind, axes, pool):
         pytest.skip("a Cache on Explicit axes has whole entries")
 
     def decode(q, caches, lengths, sink):
-        return gqa_decode(q, *caches, lengths, sink=sink, window=4)
+        return gqa_decode(q, *caches, lengths, sink=sink, window=4, **(SCALES if codes else {}))
 
-    want = decode(Q, CACHES[kind], LENGTHS, SINK)
+    given = {"contiguous": CONTIGUOUS, "paged": PAGED}
+    if codes:
+        given = {k: [as_codes(*x)[0] for x in zip(xs, SCALES.values(), strict=True)] for k, xs in given.items()}
+    want = decode(Q, given[kind], LENGTHS, SINK)
     devices = jax.devices("cpu")[:4]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axes,) * 2, devices=devices)
     heads = "model" if pool == "heads" else None
     if kind == "paged":
-        caches = [Cache(placed(mesh, x.entries, None, None, heads), placed(mesh, x.block_table, "data")) for x in PAGED]
+        caches = [
+            Cache(placed(mesh, x.entries, None, None, heads), placed(mesh, x.block_table, "data")) for x in given[kind]
+        ]
     else:
-        caches = [Cache(placed(mesh, x.entries, "data", None, heads)) for x in CONTIGUOUS]
+        caches = [Cache(placed(mesh, x.entries, "data", None, heads)) for x in given[kind]]
     q, lengths, sink = (
         placed(mesh, Q, "data", None, "model"),
         placed(mesh, LENGTHS, "data"),
@@ -216,6 +257,9 @@ def cache(*shape, table=None, dtype=jnp.float32):
     return Cache(jnp.zeros(shape, dtype), table)
 
 
+CODES = cache(B, 9, 64, dtype=jnp.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     "changed, words",
     [
@@ -229,7 +273,17 @@ def cache(*shape, table=None, dtype=jnp.float32):
         ({"v_cache": cache(B, 9, 32)}, "v_cache.entries: got float32[2, 9, 32], wanted float32[2, 9, 64] like k_c"),
         ({"v_cache": cache(B, 9, 64, dtype=jnp.bfloat16)}, "v_cache.entries: got bfloat16[2, 9, 64], wanted float32["),
         ({"v_cache": cache(B, 9, 64, table=TABLES[0])}, "v_cache.block_table: got int32[2, 3], wanted None like k_c"),
-        ({"k_cache": cache(3, 9, 64)}, "k_cache.entries: got float32[3, 9, 64], wanted float32[b=2, page, d=64]"),
+        (
+            {"k_cache": cache(3, 9, 64)},
+            "k_cache.entries: got float32[3, 9, 64], wanted float32 or float8_e4m3fn[b=2, page, d=64]",
+        ),
+        ({"k_cache": CODES}, "v_cache.entries: got float32[2, 9, 64], wanted float8_e4m3fn["),
+        ({"k_scale": 2.0}, "k_scale: got 2.0, wanted None, or caches of float8_e4m3fn, not float32"),
+        ({"k_cache": CODES, "v_cache": CODES, "k_scale": "1"}, "k_scale: got 1, wanted a number, a float32 scalar or"),
+        (
+            {"k_cache": CODES, "v_cache": CODES, "v_scale": jnp.ones(3)},
+            "v_scale: got float32[3], wanted float32[h_kv=4]",
+        ),
         ({"k_cache": Cache(jnp.zeros((B, 584), jnp.uint8))}, "k_cache.entries: got uint8[2, 584], wanted float32: ent"),
         ({"lengths": 2.0}, "lengths: got 2.0, wanted an int, an int32 scalar or int32[b=2]"),
         ({"lengths": jnp.ones(3, jnp.int32)}, "lengths: got int32[3], wanted int32[b=2]"),
@@ -250,9 +304,9 @@ def test_errors(changed, words):
 # ---- which kernels
 
 
-def shapes(kind, d=64, b=2, s_q=2, page=64, h=64, h_kv=8, dtype=jnp.bfloat16):
+def shapes(kind, d=64, b=2, s_q=2, page=64, h=64, h_kv=8, dtype=jnp.bfloat16, held=None):
     table = None if kind == "contiguous" else jax.ShapeDtypeStruct((b, 4), jnp.int32)
-    entries = jax.ShapeDtypeStruct((9 if table else b, page, h_kv * d), dtype)
+    entries = jax.ShapeDtypeStruct((9 if table else b, page, h_kv * d), held or dtype)
     length = jax.ShapeDtypeStruct((b,), jnp.int32)
     return jax.ShapeDtypeStruct((b, s_q, h, d), dtype), *[Cache(entries, table)] * 2, length
 
@@ -274,6 +328,20 @@ def test_kernels(on_hopper, kind, name, d, window):
         assert read == written, found  # only another name for the same bytes
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("kind", CACHES)
+def test_the_kernel_of_codes(on_hopper, kind, d, dtype):
+    """Contiguous caches are pages, one for each sequence; no cache is copied, and none is made of numbers."""
+    x, f = shapes(kind, d, dtype=dtype, held=jnp.float8_e4m3fn), functools.partial(gqa_decode, implementation="cubin")
+    (decision,) = explain(f, *x)
+    assert decision.implementation == "kernel", decision
+    assert decision.reason.startswith("mha_fwd_paged_e4m3") and "in e4m3 in pages of 64" in decision.reason, decision
+    text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["mha_fwd_paged_e4m3"]
+    assert not re.findall(r"stablehlo.(?:convert|gather|concatenate|pad|select|dynamic_slice)\b.*f8E4M3FN", text)
+
+
 @pytest.mark.skipif(not library.held(), reason="without kernels, whose tiles decide")
 def test_a_window_is_not_split(on_hopper):
     """Where few sequences see all of their pages, their keys are split, whose parts another kernel merges."""
@@ -288,6 +356,7 @@ def test_a_window_is_not_split(on_hopper):
         ({"d": 96}, "no kernel takes bfloat16, d=96, separate K and V in pages"),
         ({"dtype": jnp.float32}, "no kernel takes float32, d=64, separate K and V in pages"),
         ({"page": 12}, "no kernel takes bfloat16, d=64, separate K and V in pages of 12"),
+        ({"held": jnp.float8_e4m3fn, "page": 12}, "no kernel takes bfloat16, d=64, separate K and V in e4m3 in pages"),
     ],
 )
 def test_where_there_is_no_kernel(on_hopper, how, words):

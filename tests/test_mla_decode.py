@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import Cache, Span, dequantize_cache, explain, fmha, mla_decode, quantize_cache, sparse_fmha
 from jax_dsv4_fmha._testing.attention import LatentStepCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from tests.helpers import assert_right, assert_right_twice, collectives, normal
+from tests.helpers import (
+    assert_gradient_on_the_reference_alone,
+    assert_maps,
+    assert_right,
+    assert_right_twice,
+    collectives,
+    normal,
+)
 
 STEPS = [case for case in CASES if case.op == LatentStepCase.op]
 B, S_Q, H, D, D_V, PAGE = 2, 3, 4, 24, 16, 3
@@ -149,27 +156,14 @@ def test_packed_entries_are_those_that_take_reads():
 def test_vmap(mapped, kind):
     q, cache, d_v = (Q, CACHES[kind], D_V) if kind in CACHES else (normal(0, B, S_Q, H, 576), packed(), 512)
     q = q if kind in CACHES else q.astype(jnp.bfloat16)
-    qs = jnp.stack([q, -q])
-    axes = 0 if mapped == "all" else None
-    caches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), cache) if mapped == "all" else cache
     for indices in (None, INDICES):
-        f = jax.jit(lambda q, cache, indices=indices: mla_decode(q, cache, LENGTHS, indices, d_v=d_v, sink=SINK))
-        got = jax.jit(jax.vmap(f, in_axes=(0, axes)))(qs, caches)
-        for i in range(2):
-            one = f(qs[i], caches if axes is None else jax.tree.map(lambda x, i=i: x[i], caches))
-            assert_right([x[i] for x in got], one)
+        f = lambda q, cache, indices=indices: mla_decode(q, cache, LENGTHS, indices, d_v=d_v, sink=SINK)  # noqa: E731
+        assert_maps(f, q, cache, mapped)
 
 
 def test_gradients():
-    """There is none, and the error says so, except on the reference."""
-
-    def loss(q, cache, implementation):
-        return step(q, cache, LENGTHS, implementation=implementation)[0].sum()
-
-    with pytest.raises(NotImplementedError, match="mla_decode: gradient: got a call to differentiate, wanted stop_gr"):
-        jax.grad(loss)(Q, PAGED, None)
-    dq, dcache = jax.grad(loss, (0, 1), allow_int=True)(Q, PAGED, "reference")
-    assert jnp.isfinite(dq).all() and jnp.abs(dcache.entries).max() > 0
+    f = lambda q, cache, implementation: step(q, cache, LENGTHS, implementation=implementation)  # noqa: E731
+    assert_gradient_on_the_reference_alone(f, "mla_decode", Q, PAGED)
 
 
 def placed(mesh, x, *spec):

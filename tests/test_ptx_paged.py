@@ -1,5 +1,5 @@
-"""Attention over keys in pages: random places of sequences in pools, and faults planted in what finds the pages. The
-cases of every kernel of attention are in test_ptx.py.
+"""Attention over keys in pages: random places of sequences in pools, and faults planted in what finds the pages, and in
+what makes numbers of codes. The cases of every kernel of attention are in test_ptx.py.
 """
 
 import re
@@ -12,9 +12,9 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import attention
 from interpreter.kernels.launch import launch
 from interpreter.kernels.verdict import Wrong, judge
-from interpreter.machine.hazards import Deadlock, OutOfBounds
-from tests.planted import KIB, SEEDS, Subject, run_with, without
-from tests.symptoms import EARLY, early
+from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
+from tests.planted import KIB, SEEDS, Subject, constants, run_with, without
+from tests.symptoms import EARLY, early, unfenced
 
 STAGES = 2
 PAGED = Subject(
@@ -26,6 +26,17 @@ PAGED = Subject(
     ),
     {"q": 2 * 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB},
 )
+PLACES = 4  # of codes of a tile
+CODES = Subject(
+    "mha_fwd_paged_e4m3_sm_90a_d64_bfloat16",
+    PAGED.case,
+    " ".join(
+        ["q_full q_empty"]
+        + [f"{x}{i}" for x in ("k_full", "k_empty", "v_full", "v_empty") for i in range(STAGES)]
+        + [f"{x}{i}" for x in ("codes_full", "codes_empty") for i in range(PLACES)]
+    ),
+    {"q": 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
+)
 LOAD = r"ld\.global\.b32\s+(%r\d+), \[(%rd\d+)\];"
 TABLE = rf"{LOAD}((?:\s*\.loc[^\n]*)*\s+add\.s64\s+%rd\d+, %rd\d+, %rd\d+;(?:\s*\.loc[^\n]*)*\s+){LOAD}"
 COPY = r"cp\.async\.bulk\.tensor\.4d[^;]*;"
@@ -34,10 +45,11 @@ COPY = r"cp\.async\.bulk\.tensor\.4d[^;]*;"
 SLOW = [(d, page) for d in (64, 128, 256) for page in (8, 24, 64, 192) if (d, page) != (64, 24)]
 
 
+@pytest.mark.parametrize("codes", ["", "_e4m3"])
 @pytest.mark.parametrize(("d", "page"), [(64, 24), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
-def test_pages_of_any_size(d, page):
+def test_pages_of_any_size(d, page, codes):
     """Windows that begin and end anywhere in a box, for steps of several tokens; some sequences see one page."""
-    kernel = Subject(f"mha_fwd_paged_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
+    kernel = Subject(f"mha_fwd_paged{codes}_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
     for seed, width in enumerate((1, 9, 130, 1 << 30)):
         sizes = {"b": 2, "s_q": 1 + seed, "s_kv": 100 + 61 * seed, "h_q": 6, "h_kv": 3, "page": page, "width": width}
         x = attention.operands(kernel.variant, seed=seed, **sizes)
@@ -76,6 +88,31 @@ def beyond_the_last_key(text: str) -> str:
     return edits.replace(text, pattern, lambda m: f"{m[1]}setp.ne.b32 {m[2]}, {m[3]}, {m[3]};")
 
 
+def one_scale(text: str) -> str:
+    """K's scale for values too."""
+    return edits.replace(text, r"(ld\.global\.b32\s+%r\d+, \[%rd\d+)\+4\];", lambda m: f"{m[1]}];")
+
+
+def no_signs(text: str) -> str:
+    return edits.replace(text, str(0x87F087F0 - 2**32), lambda m: str(0x07F007F0))
+
+
+def half_the_codes(text: str) -> str:
+    """Of four codes the first two, twice."""
+    return constants(**{f"_{0xB3A2}": 0x9180})(text)
+
+
+def not_swizzled(text: str) -> str:
+    """A chunk of 16 bytes is where its number says, in every row."""
+    pattern = r"xor\.b32(\s+%r\d+), %r\d+, (%r\d+);(\s+shl\.b32\s+%r\d+, %r\d+, 4;\s+and\.b32\s+%r\d+, %r\d+, 112;)"
+    return edits.replace(text, pattern, lambda m: f"mov.b32{m[1]}, {m[2]};{m[3]}")
+
+
+def unfenced_numbers(text: str) -> str:
+    """No fence after the numbers that products read; the first one follows zeros in Q."""
+    return edits.drop(text, r"fence\.proxy\.async\.shared::cta", slice(1, None))
+
+
 def transaction_bytes(change: int) -> Callable[[str], str]:
     pattern = r"mov\.b32\s+(%r\d+), 16384;(\s*mbarrier\.arrive\.expect_tx)"
     return lambda text: edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {16384 + change};{m[2]}")
@@ -111,6 +148,21 @@ FAULTS = [
         r"^o is wrong in .*nan.*lse is right",
         without(NOT_CLEARED, slice(3, 4)),
     ),
+    PlantedFault("K's scale for V", CODES, Wrong, r"^o is wrong in .*lse is right", one_scale),
+    PlantedFault("codes without signs", CODES, Wrong, r"lse is wrong", no_signs),
+    PlantedFault("half of the codes twice", CODES, Wrong, r"lse is wrong", half_the_codes),
+    PlantedFault("chunks that are not swizzled", CODES, Wrong, r"lse is wrong", not_swizzled),
+    PlantedFault("numbers without a fence", CODES, Race, unfenced("[kv]", r"st\.shared"), unfenced_numbers),
+    PlantedFault(
+        "codes are converted before they are there",
+        CODES,
+        EARLY,
+        early(r"ld\.shared", "codes", r"cp\.async\.bulk|tma"),
+        CODES.without_wait("codes_full0"),
+    ),
+    PlantedFault(
+        "scores before K is converted", CODES, EARLY, early(r"wgmma", "k", r"st\.shared"), CODES.without_wait("k_full0")
+    ),
     PlantedFault("a box too few", PAGED, Deadlock, r"2048 transaction bytes outstanding", transaction_bytes(2048)),
     PlantedFault("a box too many", PAGED, EARLY, early(r"wgmma|st\.shared", "[kv]", r"tma"), transaction_bytes(-2048)),
 ]
@@ -122,6 +174,6 @@ def test_is_found(fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("subject", [PAGED], ids=str)
+@pytest.mark.parametrize("subject", [PAGED, CODES], ids=str)
 def test_nothing_is_found_without_a_fault(subject):
     subject.judge_as_it_is()

@@ -11,6 +11,7 @@ from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
 from kernels.abi import PLAIN, UNIT_BYTES, Forward, MlaBackward, Mode
 from kernels.packings import PACKED
+from kernels.params import PAGES
 
 from ..machine.state import Array
 from . import native
@@ -46,6 +47,7 @@ class Paged:
     v: Array
     k_pages: Array
     v_pages: Array
+    scales: Array | None = None  # of codes of e4m3: float32 [b, h_kv, 2], of K and of V
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Operands:
             found |= {f"k{i}": keys.given, f"v{i}": values, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
             if (x := keys.paged) is not None:
                 found |= {f"v{i}": x.v, f"k_pages{i}": x.k_pages, f"v_pages{i}": x.v_pages}
+                found |= {} if x.scales is None else {f"scales{i}": x.scales}
         return found
 
     def arguments(self) -> tuple[Array | None, ...]:
@@ -78,7 +81,9 @@ class Operands:
         table = () if self.table is None else (self.table,)
         if (pages := self.sources[0].paged) is not None:
             (x,) = self.sources
-            return self.q, pages.k, pages.v, x.seen_from, x.seen_to, pages.k_pages, pages.v_pages, self.sink
+            scales = () if pages.scales is None else (pages.scales,)
+            tables = pages.k_pages, pages.v_pages, *scales
+            return self.q, pages.k, pages.v, x.seen_from, x.seen_to, *tables, self.sink
         if self.op in ("mha_fwd", "mla_span_fwd") and not self.mode.order:
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
@@ -138,7 +143,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     sources = []
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
-        in_order = kind in ("span", "pages")
+        in_order = kind in ("span", *PAGES)
         seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
         if kind in PACKED:
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
@@ -155,7 +160,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         keys = Keys(k, v, *seen)
-        sources.append(in_pages(rng, keys, shape.page) if kind == "pages" else keys)
+        sources.append(in_pages(rng, kind, keys, shape.page) if kind in PAGES else keys)
     if variant.mode.is_e4m3:
         sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
@@ -276,11 +281,17 @@ def packed(
     return Keys(k, values_of(k, 512), np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
-def in_pages(rng: np.random.Generator, keys: Keys, page: int) -> Keys:
+def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int) -> Keys:
     """The same keys and values in pages of pools, in any order and among others; NaN where there is none. Pages of
-    which no query sees a key are not there.
+    which no query sees a key are not there. As codes, they are rounded.
     """
     b, s_kv, h_kv, d = keys.k.shape
+    scales = None
+    if kind == "pages_e4m3":
+        scales = (0.125 * rng.uniform(0.01, 1, (b, h_kv, 2))).astype(np.float32)
+        coded = [e4m3((x / s).astype(np.float32)) for x, s in zip((keys.k, keys.v), _of_keys(scales), strict=True)]
+        meant = [x.astype(np.float64) * s for x, s in zip(coded, _of_keys(scales), strict=True)]
+        keys = replace(keys, k=coded[0], v=coded[1])
     width = -(-s_kv // page)
     pages, seen = b * width + 3, np.zeros((b, width * page), bool)
     seen[:, :s_kv] = any_query(keys.counts)
@@ -298,7 +309,14 @@ def in_pages(rng: np.random.Generator, keys: Keys, page: int) -> Keys:
         return pool, np.where(there, table, absent).astype(np.int32)
 
     (k, k_pages), (v, v_pages) = map(pooled, (keys.k, keys.v))
-    return replace(keys, paged=Paged(k, v, k_pages, v_pages))
+    if scales is not None:
+        keys = replace(keys, k=meant[0], v=meant[1])
+    return replace(keys, paged=Paged(k, v, k_pages, v_pages, scales))
+
+
+def _of_keys(scales: Array) -> Array:
+    """Scales of K and of V, each [b, 1, h_kv, 1]."""
+    return np.moveaxis(scales, -1, 0)[:, :, None, :, None]
 
 
 def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, Array]:

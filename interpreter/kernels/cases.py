@@ -12,6 +12,7 @@ import numpy as np
 
 from kernels.abi import ANY, Forward
 from kernels.packings import PACKED
+from kernels.params import PAGES
 
 from . import attention, native
 
@@ -56,10 +57,10 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
         table["after two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
         # two tiles of rows a query: the second finds its keys where they are
         table["again"] = {"b": 1, "s_q": 4, "s_kv": 2 * n + 3, "h_q": 128, "width": n + 30}
-    if variant.sources in (("span",), ("pages",)) and not variant.shares_tiles:
+    if variant.sources[0] in ("span", *PAGES) and len(variant.sources) == 1 and not variant.shares_tiles:
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
-    if variant.sources == ("pages",):  # of boxes of 8, 16, 32 and 64 keys, in part of several
+    if variant.sources[0] in PAGES:  # of boxes of 8, 16, 32 and 64 keys, in part of several
         for name, page in {"tiles": 32, "window": 16, "few": 8, "turns": 64, "mixed": 24, "groups": 128}.items():
             table[name]["page"] = page
     if case in table:
@@ -101,7 +102,7 @@ def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Ope
         many = np.array([0, 0, 1, n // 2, n - 1, n, n, n + 1, 2 * n - 3, 2 * n, 2 * n + 30, 3 * n, 3 * n + 9, s_kv])
         many = np.minimum(rng.permutation(np.resize(many, s_q)), s_kv)
         many[:3] = 0  # a tile of rows that sees nothing
-        if kind in ("span", "pages"):
+        if kind in ("span", *PAGES):
             first = rng.integers(0, s_kv - many + 1)[None]
             seen_from, seen_to = first.astype(np.int32), (first + many).astype(np.int32)
             j = np.arange(s_kv)
@@ -121,6 +122,6 @@ def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Ope
         for array in (k, v):
             array[~counts.any(1)] = np.nan
         made = attention.Keys(k, v, seen_from, seen_to, counts)
-        made = attention.in_pages(rng, made, x.shape.page) if kind == "pages" else made
+        made = attention.in_pages(rng, kind, made, x.shape.page) if kind in PAGES else made
         sources.append(attention.as_codes(made, x.mode) if x.mode.is_e4m3 else made)
     return dataclasses.replace(x, sources=tuple(sources))

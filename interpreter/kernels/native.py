@@ -18,9 +18,10 @@ from kernels import targets
 from kernels.abi import FEW_HEADS, Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
 from kernels.params import KINDS as KIND_BYTES
+from kernels.params import PAGES
 from kernels.variants import VARIANTS
 
-KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2), "pages": 3}  # as ffi/rows.h counts them
+KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2), "pages": 3, "pages_e4m3": 4}  # as ffi/rows.h counts
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
 EPS = 16.0  # of norms of q; large enough to matter
@@ -582,7 +583,7 @@ def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
 def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
     given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), source_count=len(kinds))
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
-        s_batch = shape.page if kind in (*PACKED, "pages") else s_kv
+        s_batch = shape.page if kind in (*PACKED, *PAGES) else s_kv
         extents = {"s_kv": s_kv, "s_batch": s_batch, "topk": shape.topk, "pages": shape.pages}
         given.sources[i] = filled("SourceShape", kind=KINDS[kind], **extents)
     return ctypes.byref(given)

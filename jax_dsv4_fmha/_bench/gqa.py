@@ -18,8 +18,8 @@ from .row import CallRow, Suite
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsStepRow(AttentionRow):
-    """The last token of sequences of s_kv tokens, over pages. Its peers have contiguous caches: our call "contiguous",
-    and cuDNN through jax.nn, without the sink.
+    """The last token of sequences of s_kv tokens, over pages. Its peers: our call over "contiguous" caches, and cuDNN
+    through jax.nn over such, without the sink; for caches in FP8 our call over "bfloat16".
     """
 
     op = "gqa_decode"
@@ -28,6 +28,7 @@ class HeadsStepRow(AttentionRow):
     h_kv: int = 8
     window: int | None = None
     page: int = PAGE  # 0 means contiguous caches
+    caches: str = "bfloat16"  # the dtype of their entries
 
     @property
     def keys(self) -> str:
@@ -37,6 +38,10 @@ class HeadsStepRow(AttentionRow):
     @property
     def heads(self) -> str:
         return f"h{self.h_q}/{self.h_kv}"
+
+    @property
+    def kind(self) -> str:
+        return super().kind if self.caches == "bfloat16" else f" {self.caches}"
 
     @property
     def d_v(self) -> int:
@@ -53,7 +58,7 @@ class HeadsStepRow(AttentionRow):
 
     @property
     def bytes(self) -> float:
-        read = 4 * self.b * self.entries * self.h_kv * self.d
+        read = 2 * jnp.dtype(self.caches).itemsize * self.b * self.entries * self.h_kv * self.d
         return float(read + self.b * self.s_q * self.h_q * (4 * self.d + 4))
 
     def operands(self, key: jax.Array) -> Operands:
@@ -63,7 +68,7 @@ class HeadsStepRow(AttentionRow):
         def cache(of_entries: jax.Array, of_table: jax.Array) -> Cache:
             page = self.page or self.s_kv
             pages = self.b * self.s_kv // page
-            held = jax.random.normal(of_entries, (pages, page, self.h_kv * self.d), self.dtype)
+            held = jax.random.normal(of_entries, (pages, page, self.h_kv * self.d), self.dtype).astype(self.caches)
             table = jax.random.permutation(of_table, pages).astype(jnp.int32).reshape(self.b, -1)
             return Cache(held, table if self.page else None)
 
@@ -84,6 +89,8 @@ class HeadsStepRow(AttentionRow):
         return jax.nn.dot_product_attention(q, k, v, implementation=name)
 
     def of(self, name: str) -> CallRow:
+        if name == "bfloat16":
+            return replace(self, caches=name)
         return replace(self, page=0) if name in ("contiguous", "cudnn") else self
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -104,6 +111,12 @@ SUITE = Suite(
     (
         *(_all(b, d) for d in (64, 128) for b in (1, 8, 64, 256)),
         *(_window(b, d) for d in (64, 128) for b in (1, 8, 64, 256)),
+        *(
+            replace(row(b, d), caches="float8_e4m3fn", peers=("bfloat16",))
+            for row, bs in ((_all, (8, 64, 256)), (_window, (64,)))
+            for d in (64, 128)
+            for b in bs
+        ),
         replace(_all(64, 64), page=16),
         replace(_all(64, 64), s_q=4, peers=("contiguous",)),
     ),

@@ -54,8 +54,9 @@ class Cache:
       - contiguous: entries `[b, s_max, d]`, no block_table;
       - paged: entries `[pages, page, d]`, a pool of all sequences; page i of sequence n is `block_table[n, i]`.
 
-    Entries are bfloat16, float16 or float32; or packed: uint8 `[b or pages, page_bytes]` in one of the layouts of
-    `quantize_cache`, with its d. Index keys are entries too: `lightning_indexer` takes a cache of them.
+    Entries are bfloat16, float16 or float32, for `gqa_decode` also float8_e4m3fn; or packed: uint8 `[b or pages,
+    page_bytes]` in one of the layouts of `quantize_cache`, with its d. Index keys are entries too: `lightning_indexer`
+    takes a cache of them.
 
     Entry p of a sequence lies in slot `p % capacity`. A cache with less room than the sequence is long is therefore a
     ring of its last entries, which is how to keep a sliding window.
@@ -217,7 +218,7 @@ class Cache:
           ValueError, TypeError: positions, or a cache, that differ from what is documented.
         """
         op, dims = "Cache.take", self._sizes("Cache.take")
-        self.check(op, "cache", dims, _check.FLOAT)
+        self.check(op, "cache", dims, (*_check.FLOAT, jnp.dtype(jnp.float8_e4m3fn)))
         if positions is None:
             if self.block_table is None and not self.is_packed:
                 return self.entries

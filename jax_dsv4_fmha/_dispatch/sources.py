@@ -200,7 +200,7 @@ class SelectionSource:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("keys", "values", "start", "stop", "key_pages", "value_pages"),
+    data_fields=("keys", "values", "start", "stop", "key_pages", "value_pages", "scales"),
     meta_fields=("names", "width"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +212,8 @@ class PagedSource:
       start, stop: int32 `[b, s_q]` within `[0, width * page]`: query i sees the keys `start <= j < stop`.
       key_pages, value_pages: int32 `[b, width]`: key j is in page `key_pages[j // page]`. A number outside of the pool
         stands for a page that no query sees.
+      scales: of codes of e4m3, float32 `[b or 1, h_kv, 2]`: by what those of keys and those of values are multiplied.
+        None where keys have q's dtype.
       names: the caller's names of keys and values.
       width: the most keys that the queries of a batch entry see, as far as they are known while tracing.
     """
@@ -222,18 +224,20 @@ class PagedSource:
     stop: jax.Array
     key_pages: jax.Array
     value_pages: jax.Array
+    scales: jax.Array | None = None
     names: tuple[str, str] = ("k_cache", "v_cache")
     width: int | None = None
     d_v: ClassVar[None] = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        page = self.keys.shape[-3]
-        return ("paged_kv" if isinstance(page, int) and page % BOX == 0 else "paged_kv_in_any_pages",)
+        page, codes = self.keys.shape[-3], "" if self.scales is None else "_e4m3"
+        return (f"paged_kv{codes}" if isinstance(page, int) and page % BOX == 0 else f"paged_kv{codes}_in_any_pages",)
 
     @property
     def description(self) -> tuple[str, ...]:
-        return (f"separate K and V in pages of {self.keys.shape[-3]}",)
+        codes = "" if self.scales is None else " in e4m3"
+        return (f"separate K and V{codes} in pages of {self.keys.shape[-3]}",)
 
     @property
     def launched(self) -> tuple[str, ...]:
@@ -244,7 +248,8 @@ class PagedSource:
         k, v = self.names
         pool = f"{ONE_OR_B} pages page h_kv d"
         tables = (Axes(f"{x}.block_table", "b width") for x in self.names)
-        return Axes(k, pool), Axes(v, pool), Axes("start", ROWS), Axes("stop", ROWS), *tables
+        scales = [] if self.scales is None else [Axes("k_scale or v_scale", f"{ONE_OR_B} h_kv k_and_v")]
+        return Axes(k, pool), Axes(v, pool), Axes("start", ROWS), Axes("stop", ROWS), *tables, *scales
 
     def parts(self) -> "Sequence[PagedSource]":
         return [self]
@@ -252,7 +257,7 @@ class PagedSource:
     parts_of_kernel = parts
 
     def flat(self) -> "PagedSource":
-        """All pages as one pool, `[pages, page, h_kv, d]`."""
+        """All pages as one pool, `[pages, page, h_kv, d]`, and scales for each batch entry."""
         pools, pages = (self.keys, self.values), self.keys.shape[1]
         b = next((x.shape[0] for x in pools if x.shape[0] != 1), 1)  # jax.vmap may have mapped one of them
         keys, values = (jnp.broadcast_to(x, (b, *x.shape[1:])).reshape(-1, *x.shape[2:]) for x in pools)
@@ -262,19 +267,24 @@ class PagedSource:
             return table if b == 1 else jnp.where((table >= 0) & (table < pages), first + table, -1)
 
         of_keys, of_values = counted(self.key_pages), counted(self.value_pages)
-        return dataclasses.replace(self, keys=keys, values=values, key_pages=of_keys, value_pages=of_values)
+        scales = self.scales
+        if scales is not None:
+            scales = jnp.broadcast_to(scales, (self.start.shape[0], *scales.shape[1:]))
+        made: dict[str, Any] = {"keys": keys, "values": values, "key_pages": of_keys, "value_pages": of_values}
+        return dataclasses.replace(self, scales=scales, **made)
 
     def reference(
         self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
     ) -> reference.Attention:
         x = self.flat()
 
-        def read(pool: jax.Array, pages: jax.Array) -> jax.Array:
+        def read(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
             there = (pages >= 0) & (pages < pool.shape[0])
             held = pool.at[jnp.where(there, pages, pool.shape[0])].get(mode="fill", fill_value=0)
-            return held.reshape(held.shape[0], -1, *held.shape[3:])
+            held = held.reshape(held.shape[0], -1, *held.shape[3:])
+            return held if x.scales is None else held.astype(jnp.float32) * x.scales[:, None, :, which, None]
 
-        k, v = read(x.keys, x.key_pages), read(x.values, x.value_pages)
+        k, v = read(x.keys, x.key_pages, 0), read(x.values, x.value_pages, 1)
         o, lse = reference.fmha(q, k, v, span=Span(x.start, x.stop), sink=sink, scale=scale, products=products)
         return o, lse
 

@@ -4,6 +4,7 @@ An op says where keys come from. Its operands are the keys, for each source whic
 
     mha_fwd           k, v, start, stop, sink                              k and v [b, s_kv, h_kv, d]
     mha_fwd_paged     k, v, start, stop, k_pages, v_pages, sink            k and v [pages, page, h_kv, d]
+    mha_fwd_paged_e4m3    the same, and scales before the sink             k and v float8_e4m3fn
     mla_span_fwd      kv, start, stop, sink                                kv [b, s_kv, h_kv, d], which is K and V
     mla_sparse_fwd    kv, indices, length, sink                            kv [b, s_kv, d], or a pool [s_kv, d]
     csa_fwd           window_kv, start, stop, kv, indices, length, sink    window_kv [b, s_w, d]
@@ -16,6 +17,8 @@ An op says where keys come from. Its operands are the keys, for each source whic
   uint8 `[pages, bytes]`, where index i means entry i % n of page i // n (`_definitions/packed.py`).
 - Pages: key j of a sequence is key j % page of page `k_pages[j // page]`, int32 `[b, width]`, and its value the same of
   `v_pages`. What a query sees has pages, and a page a multiple of 8 keys.
+- scales: float32 `[b, h_kv, 2]`, by which the codes of K and those of V are multiplied. A code of NaN may be any
+  number.
 - sink: float32 `[h_q]`, -inf for none.
 
 A mode may change them:
@@ -131,8 +134,8 @@ def _sources(op: str, operands: Sequence[jax.Array]) -> list[tuple[jax.Array, ja
 
 def keys_of(op: str, operands: Sequence[jax.Array]) -> list[Any]:
     """The keys that a query may see of each source, at most."""
-    if op == "mha_fwd_paged":
-        pool, *_, table, _ = operands
+    if op.startswith("mha_fwd_paged"):
+        _, pool, _, _, table, *_ = operands
         return [pool.shape[1] * table.shape[1]]
     return [seen.shape[2] if seen.ndim == 3 else keys.shape[1] for keys, seen in _sources(op, operands)]
 

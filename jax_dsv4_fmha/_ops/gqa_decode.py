@@ -1,5 +1,6 @@
 """One step of generation over caches of K and of V: a few new queries for each sequence."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.attend import attend
 from .._dispatch.sources import PagedSource, SpanSource
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
 
 def gqa_decode(
@@ -21,6 +24,8 @@ def gqa_decode(
     sink: jax.Array | None = None,
     q_offset: int | jax.Array | None = None,
     scale: float | None = None,
+    k_scale: float | jax.Array | None = None,
+    v_scale: float | jax.Array | None = None,
     implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A step of generation with grouped-query attention (GQA, MHA, MQA): `fmha` of the last tokens of every sequence,
@@ -36,16 +41,22 @@ def gqa_decode(
     page. So pages before a window may be gone; a cache is no ring here. On a mesh heads may be sharded, those of caches
     on Auto axes.
 
+    Caches in FP8 have entries of float8_e4m3fn, as vLLM and SGLang keep them with `kv_cache_dtype=fp8_e4m3`: a key is
+    its codes times k_scale, a value its codes times v_scale, each a number for all KV heads or one for each. New codes
+    are `jnp.clip(k / k_scale, -448, 448).astype(jnp.float8_e4m3fn)`, k_scale repeated d times where heads differ. In
+    scores and values nothing else is rounded. No code may be NaN: a kernel reads 480.
+
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
-      k_cache: a `Cache` of entries of h_kv * d numbers in q's dtype, not packed; h_q is a multiple of h_kv. Entry p is
-        position p.
+      k_cache: a `Cache` of entries of h_kv * d numbers in q's dtype, or float8_e4m3fn, not packed; h_q is a multiple of
+        h_kv. Entry p is position p.
       v_cache: a `Cache` like k_cache, with pages of its own.
       lengths: an int, or int32 `[b]`.
       window: an int >= 1, known while tracing: how many tokens a query sees at most, its own included. None means all.
       sink: float32 `[h_q]`, as in `fmha`.
       q_offset: an int, or int32 `[b]`: the position of the first new token. None means `lengths - s_q`.
       scale: a float > 0, `d**-0.5` if left out.
+      k_scale, v_scale: of caches in FP8, a number, a float32 scalar or float32 `[h_kv]`; None means 1.
       implementation: as in `fmha`. Only "reference" has a gradient.
 
     Returns:
@@ -79,12 +90,12 @@ def gqa_decode(
     window = None if window is None else _check.positive(op, "window", window, ", or None")
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, d)
+    scales = _check_scales(op, k_cache, {"k_scale": k_scale, "v_scale": v_scale}, dims | {"h_kv": h_kv})
     _check.implementation(op, implementation)
     if implementation == "reference":
-        return reference.gqa_decode(
-            q, k_cache, v_cache, lengths, window=window, sink=sink, q_offset=q_offset, scale=scale
-        )  # fmt: skip
-    source = _seen(k_cache, v_cache, (h_kv, d), s_q, lengths, window, q_offset)
+        how: dict[str, Any] = {"window": window, "sink": sink, "q_offset": q_offset, "scale": scale, **scales}
+        return reference.gqa_decode(q, k_cache, v_cache, lengths, **how)
+    source = _seen(k_cache, v_cache, (h_kv, d), s_q, lengths, window, q_offset, scales)
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, differentiable=False
     )  # fmt: skip
@@ -103,12 +114,40 @@ def _check_caches(op: str, q: jax.Array, k_cache: Any, v_cache: Any, dims: dict[
         if width % dims["d"] != 0:
             wanted = f"entries of h_kv * d numbers, d={dims['d']} for each KV head"
             raise _check.error(ValueError, op, f"{name}.entries", cache.entries, wanted)
-        cache.check(op, name, {"b": dims["b"], "d": width}, (q.dtype,))
+        dtypes = (q.dtype, E4M3) if cache is k_cache else (k_cache.entries.dtype,)
+        cache.check(op, name, {"b": dims["b"], "d": width}, dtypes)
     for part in ("entries", "block_table"):
         k, v = getattr(k_cache, part), getattr(v_cache, part)
         if getattr(k, "shape", None) != getattr(v, "shape", None):
             raise _check.error(ValueError, op, f"v_cache.{part}", v, f"{_check.describe(k)} like k_cache's")
     return k_cache.entries.shape[-1] // dims["d"]
+
+
+def _check_scales(op: str, k_cache: Cache, given: dict[str, Any], dims: dict[str, Any]) -> dict[str, jax.Array]:
+    """The scales of caches in FP8, float32 [h_kv] each; others have none."""
+    if k_cache.entries.dtype != E4M3:
+        for name, x in given.items():
+            if x is not None:
+                raise _check.error(ValueError, op, name, x, f"None, or caches of {E4M3}, not {k_cache.entries.dtype}")
+        return {}
+    scales = {name: _scale(op, name, 1.0 if x is None else x, dims) for name, x in given.items()}
+    return {name: jnp.broadcast_to(x, (dims["h_kv"],)) for name, x in scales.items()}
+
+
+def _scale(op: str, name: str, x: Any, dims: dict[str, Any]) -> Any:
+    if getattr(x, "shape", None) == () and x.dtype in _check.FP32:
+        return x
+    if not hasattr(x, "shape"):
+        return jnp.float32(_check.number(op, name, x, "a number, a float32 scalar or float32[h_kv]", lambda _: True))
+    return _check.operand(op, name, x, "h_kv", dims, _check.FP32)
+
+
+def _least(*xs: jax.Array) -> Sequence[jax.Array]:
+    """The least of each array's last axis, all by one kernel."""
+    least = lambda x, y: tuple(map(jnp.minimum, x, y))  # noqa: E731
+    most = (jnp.int32(2**31 - 1),) * len(xs)
+    made: Sequence[jax.Array] = jax.lax.reduce(xs, most, least, (xs[0].ndim - 1,))
+    return made
 
 
 def _seen(
@@ -119,6 +158,7 @@ def _seen(
     lengths: jax.Array,
     window: int | None,
     q_offset: jax.Array | None,
+    scales: dict[str, jax.Array],
 ) -> SpanSource | PagedSource:
     """The entries that each query sees."""
     lengths = jnp.maximum(lengths, 0)[:, None]  # otherwise a subtraction might wrap around
@@ -128,14 +168,19 @@ def _seen(
     stop = jnp.where(there, jnp.minimum(position + 1, k_cache.capacity), 0)
     start = 0 * stop if window is None else jnp.minimum(jnp.maximum(position - (window - 1), 0), stop)
     k, v = (x.entries.reshape(*x.entries.shape[:2], *heads) for x in (k_cache, v_cache))
-    if k_cache.block_table is None:
+    if k_cache.block_table is None and not scales:
         names = ("k_cache", "v_cache", "start", "stop")
         return SpanSource(k, start, stop, v, names, "cache_rows", width=window, from_first=window is None)
+    width = window + s_q - 1 if window is not None and isinstance(s_q, int) else None
+    of_codes = jnp.stack([*scales.values()], -1)[None] if scales else None
+    if k_cache.block_table is None:  # a pool of one page for each sequence
+        tables = (0 * lengths,) * 2
+        return PagedSource(k[:, None], v[:, None], start, stop, *tables, of_codes, width=width)
     tables = k_cache.block_table, v_cache.block_table
     held = [(x >= 0) & (x < pages.shape[0]) for x, pages in zip(tables, (k, v), strict=True)]
     page, begins = k_cache.page, jnp.arange(tables[0].shape[1], dtype=jnp.int32) * k_cache.page
     ends_it = ~(held[0] & held[1])[:, None] & (begins + page > start[..., None])
-    # the least of all in one pass, in which XLA makes stop too
-    stop = jnp.where(ends_it, jnp.clip(begins, start[..., None], stop[..., None]), stop[..., None]).min(-1)
-    width = window + s_q - 1 if window is not None and isinstance(s_q, int) else None
-    return PagedSource(k[None], v[None], start, stop, *tables, width=width)
+    # the least of all in one pass, in which XLA makes start too
+    start, stop = jnp.broadcast_arrays(start[..., None], stop[..., None], ends_it)[:2]
+    start, stop = _least(start, jnp.where(ends_it, jnp.clip(begins, start, stop), stop))
+    return PagedSource(k[None], v[None], start, stop, *tables, of_codes, width=width)

@@ -3,11 +3,12 @@
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from .. import dsv4_attention, dsv4_decode, fmha, gqa_decode, mla_decode, reference, sparse_fmha
@@ -489,7 +490,16 @@ class HeadsStepCase(DecodeCase):
         oldest = first - self.window + 1 if self.span == "window" else 0 * first
         ends = zip(np.maximum(oldest, 0), np.clip(first + self.s_q, 0, lengths), strict=True)
         seen = [np.arange(*pair) for pair in ends]
-        return tuple(self._cache(rng, self.page, None, self.s_kv, seen) for _ in range(2)), kwargs
+        caches = tuple(self._cache(rng, self.page, None, self.s_kv, seen) for _ in range(2))
+        if "e4m3_caches" in self.features:
+            scales = {name: rng.uniform(0.01, 0.1, self.h_kv).astype(np.float32) for name in ("k_scale", "v_scale")}
+            caches = tuple(map(self._as_codes, caches, scales.values()))
+            kwargs |= scales
+        return caches, kwargs
+
+    def _as_codes(self, cache: Cache, scales: Any) -> Cache:
+        codes = np.clip(cache.entries.astype(np.float32) / np.repeat(scales, self.d), -448, 448)
+        return replace(cache, entries=codes.astype(ml_dtypes.float8_e4m3fn))
 
 
 def _capacity(page: int, entries: int) -> int:

@@ -226,6 +226,18 @@ def _attention() -> tuple[AttentionCase, ...]:
         gqa(8, b=2, s_q=2, h_kv=2, s_kv=300, page=7, sink="normal", features=("nan",)),
         gqa(64, b=140, h_kv=8, s_kv=150, page=32, sink="normal", features=("lengths", "nan")),
         gqa(64, b=2, h_kv=8, s_kv=20000, page=64, sink="normal", features=("nan",)),
+        *(
+            gqa(h_q, page=page, sink="normal", features=("nan", "e4m3_caches", *features), **fields)
+            for h_q, page, features, fields in (
+                (64, 64, ("lengths",), {"b": 5, "h_kv": 8, "s_kv": 1500}),
+                (64, 16, ("ragged",), {"b": 3, "s_q": 8, "h_kv": 8, "s_kv": 400, "span": "window"}),
+                (32, 128, (), {"b": 3, "h_kv": 8, "s_kv": 900, "d": 128}),
+                (32, 16, ("lengths",), {"b": 4, "s_q": 8, "h_kv": 2, "s_kv": 900, "d": 128, "dtype": "float16"}),
+                (16, 8, (), {"b": 2, "s_q": 3, "h_kv": 1, "s_kv": 500, "d": 256}),
+                (8, 0, (), {"b": 2, "s_q": 2, "h_kv": 2, "s_kv": 320}),
+                (64, 64, (), {"b": 2, "h_kv": 8, "s_kv": 20000}),
+            )
+        ),
     )
 
 

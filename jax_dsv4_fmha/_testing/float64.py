@@ -161,6 +161,8 @@ def gqa_decode(
     sink: Array | None = None,
     q_offset: Array | None = None,
     scale: float | None = None,
+    k_scale: Array | float = 1.0,
+    v_scale: Array | float = 1.0,
 ) -> tuple[Array, Array]:
     b, s_q, h_q, d = q.shape
     h_kv = k_cache.entries.shape[-1] // d
@@ -175,7 +177,8 @@ def gqa_decode(
                 break
             found.append(pair)
         k, v = np.array(found, np.float64).reshape(-1, 2, h_kv, d).swapaxes(0, 1)
-        return k, v
+        k_scales, v_scales = (np.asarray(x, np.float64)[..., None] for x in (k_scale, v_scale))
+        return k * k_scales, v * v_scales
 
     def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
         k, v = entries(n, i)

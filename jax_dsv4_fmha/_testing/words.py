@@ -33,6 +33,7 @@ _FEATURES = {
     "e4m3": "FP8 products",
     "e4m3_weights": "matrices in FP8",
     "bf16_rope": "RoPE's part in bfloat16",
+    "e4m3_caches": "caches in e4m3, scales for each KV head",
     "large": "large logits",
     "taken": "streams taken in by given numbers",
     "sigmoid": "scores by a sigmoid",

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
 from kernels.lib.rows import PUBLISHED
+from kernels.params import PAGES
 
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
 TILE_N_OF_PAGES = {64: 128, 128: 64, 256: 64}  # whole boxes of any size
+STAGES_OF_CODES = {64: 4, 128: 3, 256: 2}  # what fits
 BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
@@ -25,7 +27,17 @@ class Config:
     @property
     def paged(self) -> bool:
         """True if keys are in pages: of a step, which has few rows, and whose time is that of reading keys."""
-        return self.sources == ("pages",)
+        return self.sources[0] in PAGES
+
+    @property
+    def stages_of_codes(self) -> int:
+        """Places for codes of a tile of K or of V, by turns; 0 where keys come as products take them."""
+        return STAGES_OF_CODES[self.d] if self.sources == ("pages_e4m3",) else 0
+
+    @property
+    def q_in_registers(self) -> bool:
+        """True where SMEM, which codes pass once and their numbers twice, has no time to read Q for every tile."""
+        return bool(self.stages_of_codes) and self.ctas == 2
 
     @property
     def stages(self) -> int:
@@ -64,6 +76,8 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread; together they fill the file of 65536."""
+        if self.stages_of_codes:
+            return {1: (56, 200), 2: (56, 224)}[self.consumers]
         return {1: (40, 216), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
@@ -72,11 +86,17 @@ class Config:
 
     @property
     def key_tile_bytes(self) -> int:
-        return self.tile_n * self.row_bytes
+        """Bytes that TMA brings of a tile of K or of V."""
+        return self.tile_n * (self.d if self.stages_of_codes else self.row_bytes)
+
+    @property
+    def smem_limit(self) -> int:
+        """Bytes of a CTA: of each one an SM keeps 1024 more."""
+        return (SMEM_LIMIT + 1024) // self.ctas - 1024
 
     @property
     def stages_q(self) -> int:
-        return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
+        return 2 if self.smem_with(2) <= self.smem_limit and not self.q_in_registers else 1
 
     @property
     def slots(self) -> int:
@@ -89,9 +109,10 @@ class Config:
 
     def smem_with(self, stages_q: int) -> int:
         """Bytes of SMEM with this many stages of Q."""
-        tiles = stages_q * self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes
-        info, barriers = 4 * PUBLISHED * 2 * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
-        return 1024 + tiles + info + barriers
+        tiles = (stages_q * self.tile_m + 2 * self.stages * self.tile_n) * self.row_bytes
+        codes, landed = self.stages_of_codes * self.key_tile_bytes, 0 if self.stages_of_codes else self.stages
+        info, rings = 4 * PUBLISHED * 2 * 2 * stages_q, 2 * (stages_q + 2 * self.stages + self.stages_of_codes)
+        return 1024 + tiles + codes + info + 8 * (rings + landed)
 
     @property
     def columns_q(self) -> int:
@@ -109,5 +130,5 @@ class Config:
     def __post_init__(self):
         if self.d not in TILE_N:
             raise ValueError(f"got d = {self.d}, wanted one that has tiles: {', '.join(map(str, TILE_N))}")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+        if self.smem_bytes > self.smem_limit:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {self.smem_limit} fit: {self}")

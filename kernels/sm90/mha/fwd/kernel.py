@@ -279,8 +279,12 @@ class MhaFwdSm90(ForwardKernel):
             few=Scores(few, scores_of_few, c.few),
             p=register_operand(pv, c.tile_n, self.dtype),
             out=accumulator(pv, c.d),
-            softmax=softmax_of(c.d, scale_log2),
+            softmax=self.softmax(scale_log2, group, n),
         )
+
+    def softmax(self, scale_log2: Float32, group: Int32, n: Extents) -> Softmax:
+        """The softmax of a warpgroup's rows."""
+        return softmax_of(self.config.d, scale_log2)
 
     @cute.jit
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):

@@ -41,6 +41,7 @@ class PagedOperands(NamedTuple):
     width: Int32  # pages of a sequence
     page: Int32  # keys of a page
     box: Int32  # keys of one load: a power of two, which divides a page
+    scales: tuple[cute.Pointer, ...]  # of codes: float32 [b, h_kv, 2], of K and of V
 
 
 @dataclass(frozen=True)
@@ -86,30 +87,39 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         s_kv0: Int32,
         page: Int32,
         pages: Int32,
+        scales0: cute.Pointer,  # of codes, which not every kernel reads
         stream: cuda.CUstream,
     ):
         c = self.config
         n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas, c.cluster)
-        shapes, op = Shapes(c.d, b, n), cpasync.CopyBulkTensorTileG2SOp()
-        rows, output = self.rows(shapes, q, o)
+        rows, output = self.rows(Shapes(c.d, b, n), q, o)
         of_pages = Shapes(c.d, pages, n)
-        tma = (y for array in (k0, v0) for y in tma_atom(op, of_pages.keys(array, page), BOX, c.d))
-        box = cutlass.min(page & (0 - page), LARGEST_BOX)
-        operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box)
+        tma = (y for array in (k0, v0) for y in self.boxes(of_pages.keys(array, page)))
+        box, scales = cutlass.min(page & (0 - page), LARGEST_BOX), (scales0,) * bool(c.stages_of_codes)
+        operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box, scales)
         results = RowResults(sink, lse, o_parts)
         self.launch_persistent(rows, output, ((*tma, operands),), results, scale_log2, n=n, ctas=ctas, stream=stream)
 
+    def boxes(self, pool: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The copies of a pool's boxes."""
+        return tma_atom(cpasync.CopyBulkTensorTileG2SOp(), pool, BOX, self.config.d)
+
     def examples(self, variant: Forward) -> tuple:
         arrays = ("q", "o", "float32", "float32", "float32")
-        of_keys = ("keys", "keys", "int32", "int32", "int32", "int32")
         numbers = (i32() for _ in range(9))
         return (
             *pointers(variant.dtype, *arrays),
             Float32(1.0),
             *(next(numbers) for _ in range(6)),
-            *pointers(variant.dtype, *of_keys),
+            *self.pools(variant),
+            *pointers(variant.dtype, "int32", "int32", "int32", "int32"),
             *numbers,
+            *pointers(variant.dtype, "float32"),
         )
+
+    def pools(self, variant: Forward) -> tuple:
+        """Example pointers to K's and V's."""
+        return pointers(variant.dtype, "keys", "keys")
 
     def open(self, operands: PagedOperands, tile: RowTile, bounds: tuple) -> PagedSpan:
         span = open_span(operands, tile, self.config.tile_n, bounds)
@@ -135,14 +145,18 @@ class MhaFwdPagedSm90(MhaFwdSm90):
                 k_page, v_page, row = Int32(-1), Int32(-1), (key - which * x.page) >> BOX_BITS
                 if key < span.hi:
                     k_page, v_page = load(x.k_pages + (table + which)), load(x.v_pages + (table + which))
-            self.load_tile(keys, smem.k, bar.k, tile, k_page, row, fills0 + t, first, boxes, x.box >> BOX_BITS)
-            self.load_tile(values, smem.v, bar.v_landed, tile, v_page, row, fills0 + t, first, boxes, x.box >> BOX_BITS)
+            of_k, of_v = self.landings(bar, smem, fills0 + t)
+            self.load_tile(keys, *of_k, tile, k_page, row, first, boxes, x.box >> BOX_BITS)
+            self.load_tile(values, *of_v, tile, v_page, row, first, boxes, x.box >> BOX_BITS)
+
+    def landings(self, bar: Barriers, smem: Shared, fill: Int32) -> tuple[tuple, tuple]:
+        """The places where TMA puts a tile of K, and one of V."""
+        return (smem.k, bar.k.at(fill)), (smem.v, bar.v_landed.at(fill))
 
     @cute.jit
-    def load_tile(self, pool, tiles, ring, tile, page, row, fill, first, boxes, step):
+    def load_tile(self, pool, tiles, state, tile, page, row, first, boxes, step):
         """One tile of K or of V: boxes whose places lanes from `first` on know; rows and steps are of BOX keys."""
         c, (atom, m) = self.config, pool
-        state = ring.at(fill)
         state.wait_empty()
         with cute.arch.elect_one():
             state.expect_full(c.key_tile_bytes)
