@@ -103,7 +103,6 @@ RETIRED = (
     Retired("kv_offset", "Span.keys_from", PYTHON),
     Retired("compressed_span", "a Span as ratio", PYTHON),
     Retired("rope_table", "QueryRope", PYTHON),
-    Retired("k_scale", "Quantized", SURFACE),
     Retired("topk_length", "-1 in indices", (*SURFACE, f"{PACKAGE}/_testing", "examples")),
     Retired("method", "merge, for two passes", (*SURFACE, f"{PACKAGE}/_dispatch", f"{PACKAGE}/_testing")),
     Retired("in_groups", "GroupedRope", (f"{PACKAGE}/_ops",)),

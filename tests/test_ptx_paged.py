@@ -12,9 +12,9 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import attention
 from interpreter.kernels.launch import launch
 from interpreter.kernels.verdict import Wrong, judge
-from interpreter.machine.hazards import Deadlock, OutOfBounds
-from tests.planted import KIB, SEEDS, Subject, run_with, without
-from tests.symptoms import EARLY, early
+from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
+from tests.planted import KIB, SEEDS, Subject, constants, run_with, without
+from tests.symptoms import EARLY, early, unfenced
 
 STAGES = 2
 PAGED = Subject(
@@ -94,24 +94,23 @@ def one_scale(text: str) -> str:
 
 
 def no_signs(text: str) -> str:
-    return edits.replace(text, r"mad\.lo\.u32 x, sign, 15, x;", lambda m: "")
+    return edits.replace(text, str(0x87F087F0 - 2**32), lambda m: str(0x07F007F0))
 
 
 def half_the_codes(text: str) -> str:
     """Of four codes the first two, twice."""
-    return edits.replace(text, r"(prmt\.b32 x, %r\d+, 0, )0x4342;", lambda m: f"{m[1]}0x4140;")
+    return constants(**{f"_{0xB3A2}": 0x9180})(text)
 
 
 def not_swizzled(text: str) -> str:
-    """Chunks of 16 bytes where they would be without a swizzle: their number is not that of the row by turns."""
-    pattern = r"xor\.b32(\s+%r\d+), (%r\d+), (%r\d+);(\s+shl\.b32\s+%r\d+, %r\d+, 4;\s+and\.b32\s+%r\d+, %r\d+, 112;)"
-    return edits.replace(text, pattern, lambda m: f"mov.b32{m[1]}, {m[3]};{m[4]}")
+    """A chunk of 16 bytes is where its number says, in every row."""
+    pattern = r"xor\.b32(\s+%r\d+), %r\d+, (%r\d+);(\s+shl\.b32\s+%r\d+, %r\d+, 4;\s+and\.b32\s+%r\d+, %r\d+, 112;)"
+    return edits.replace(text, pattern, lambda m: f"mov.b32{m[1]}, {m[2]};{m[3]}")
 
 
-def all_warps_without_rows(text: str) -> str:
-    """The first warp alone has a softmax: a test of the warp's first row against the number of rows, which is no test
-    of its number elsewhere."""
-    return text
+def unfenced_numbers(text: str) -> str:
+    """No fence after the numbers that products read; the first one follows zeros in Q."""
+    return edits.drop(text, r"fence\.proxy\.async\.shared::cta", slice(1, None))
 
 
 def transaction_bytes(change: int) -> Callable[[str], str]:
@@ -149,6 +148,21 @@ FAULTS = [
         r"^o is wrong in .*nan.*lse is right",
         without(NOT_CLEARED, slice(3, 4)),
     ),
+    PlantedFault("K's scale for V", CODES, Wrong, r"^o is wrong in .*lse is right", one_scale),
+    PlantedFault("codes without signs", CODES, Wrong, r"lse is wrong", no_signs),
+    PlantedFault("half of the codes twice", CODES, Wrong, r"lse is wrong", half_the_codes),
+    PlantedFault("chunks that are not swizzled", CODES, Wrong, r"lse is wrong", not_swizzled),
+    PlantedFault("numbers without a fence", CODES, Race, unfenced("[kv]", r"st\.shared"), unfenced_numbers),
+    PlantedFault(
+        "codes are converted before they are there",
+        CODES,
+        EARLY,
+        early(r"ld\.shared", "codes", r"cp\.async\.bulk|tma"),
+        CODES.without_wait("codes_full0"),
+    ),
+    PlantedFault(
+        "scores before K is converted", CODES, EARLY, early(r"wgmma", "k", r"st\.shared"), CODES.without_wait("k_full0")
+    ),
     PlantedFault("a box too few", PAGED, Deadlock, r"2048 transaction bytes outstanding", transaction_bytes(2048)),
     PlantedFault("a box too many", PAGED, EARLY, early(r"wgmma|st\.shared", "[kv]", r"tma"), transaction_bytes(-2048)),
 ]
@@ -160,6 +174,6 @@ def test_is_found(fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("subject", [PAGED], ids=str)
+@pytest.mark.parametrize("subject", [PAGED, CODES], ids=str)
 def test_nothing_is_found_without_a_fault(subject):
     subject.judge_as_it_is()

@@ -54,8 +54,9 @@ class Cache:
       - contiguous: entries `[b, s_max, d]`, no block_table;
       - paged: entries `[pages, page, d]`, a pool of all sequences; page i of sequence n is `block_table[n, i]`.
 
-    Entries are bfloat16, float16 or float32; or packed: uint8 `[b or pages, page_bytes]` in one of the layouts of
-    `quantize_cache`, with its d. Index keys are entries too: `lightning_indexer` takes a cache of them.
+    Entries are bfloat16, float16 or float32, for `gqa_decode` also float8_e4m3fn; or packed: uint8 `[b or pages,
+    page_bytes]` in one of the layouts of `quantize_cache`, with its d. Index keys are entries too: `lightning_indexer`
+    takes a cache of them.
 
     Entry p of a sequence lies in slot `p % capacity`. A cache with less room than the sequence is long is therefore a
     ring of its last entries, which is how to keep a sliding window.

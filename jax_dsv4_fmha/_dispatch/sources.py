@@ -270,8 +270,8 @@ class PagedSource:
         scales = self.scales
         if scales is not None:
             scales = jnp.broadcast_to(scales, (self.start.shape[0], *scales.shape[1:]))
-        made = {"keys": keys, "values": values, "key_pages": of_keys, "value_pages": of_values, "scales": scales}
-        return dataclasses.replace(self, **made)
+        made: dict[str, Any] = {"keys": keys, "values": values, "key_pages": of_keys, "value_pages": of_values}
+        return dataclasses.replace(self, scales=scales, **made)
 
     def reference(
         self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None

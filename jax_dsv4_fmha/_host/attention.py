@@ -17,7 +17,8 @@ An op says where keys come from. Its operands are the keys, for each source whic
   uint8 `[pages, bytes]`, where index i means entry i % n of page i // n (`_definitions/packed.py`).
 - Pages: key j of a sequence is key j % page of page `k_pages[j // page]`, int32 `[b, width]`, and its value the same of
   `v_pages`. What a query sees has pages, and a page a multiple of 8 keys.
-- scales: float32 `[b, h_kv, 2]`, by which the codes of K and those of V are multiplied. A code of NaN may be any number.
+- scales: float32 `[b, h_kv, 2]`, by which the codes of K and those of V are multiplied. A code of NaN may be any
+  number.
 - sink: float32 `[h_q]`, -inf for none.
 
 A mode may change them:

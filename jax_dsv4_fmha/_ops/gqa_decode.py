@@ -1,5 +1,6 @@
 """One step of generation over caches of K and of V: a few new queries for each sequence."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -113,8 +114,8 @@ def _check_caches(op: str, q: jax.Array, k_cache: Any, v_cache: Any, dims: dict[
         if width % dims["d"] != 0:
             wanted = f"entries of h_kv * d numbers, d={dims['d']} for each KV head"
             raise _check.error(ValueError, op, f"{name}.entries", cache.entries, wanted)
-        cache.check(op, name, {"b": dims["b"], "d": width}, (q.dtype, E4M3) if name == "k_cache" else held)
-        held = (cache.entries.dtype,)
+        dtypes = (q.dtype, E4M3) if cache is k_cache else (k_cache.entries.dtype,)
+        cache.check(op, name, {"b": dims["b"], "d": width}, dtypes)
     for part in ("entries", "block_table"):
         k, v = getattr(k_cache, part), getattr(v_cache, part)
         if getattr(k, "shape", None) != getattr(v, "shape", None):
@@ -141,6 +142,14 @@ def _scale(op: str, name: str, x: Any, dims: dict[str, Any]) -> Any:
     return _check.operand(op, name, x, "h_kv", dims, _check.FP32)
 
 
+def _least(*xs: jax.Array) -> Sequence[jax.Array]:
+    """The least of each array's last axis, all by one kernel."""
+    least = lambda x, y: tuple(map(jnp.minimum, x, y))  # noqa: E731
+    most = (jnp.int32(2**31 - 1),) * len(xs)
+    made: Sequence[jax.Array] = jax.lax.reduce(xs, most, least, (xs[0].ndim - 1,))
+    return made
+
+
 def _seen(
     k_cache: Cache,
     v_cache: Cache,
@@ -162,15 +171,16 @@ def _seen(
     if k_cache.block_table is None and not scales:
         names = ("k_cache", "v_cache", "start", "stop")
         return SpanSource(k, start, stop, v, names, "cache_rows", width=window, from_first=window is None)
-    if k_cache.block_table is None:  # a page for each sequence
-        tables = (jnp.arange(k.shape[0], dtype=jnp.int32)[:, None],) * 2
-    else:
-        tables = k_cache.block_table, v_cache.block_table
+    width = window + s_q - 1 if window is not None and isinstance(s_q, int) else None
+    of_codes = jnp.stack([*scales.values()], -1)[None] if scales else None
+    if k_cache.block_table is None:  # a pool of one page for each sequence
+        tables = (0 * lengths,) * 2
+        return PagedSource(k[:, None], v[:, None], start, stop, *tables, of_codes, width=width)
+    tables = k_cache.block_table, v_cache.block_table
     held = [(x >= 0) & (x < pages.shape[0]) for x, pages in zip(tables, (k, v), strict=True)]
     page, begins = k_cache.page, jnp.arange(tables[0].shape[1], dtype=jnp.int32) * k_cache.page
     ends_it = ~(held[0] & held[1])[:, None] & (begins + page > start[..., None])
-    # the least of all in one pass, in which XLA makes stop too
-    stop = jnp.where(ends_it, jnp.clip(begins, start[..., None], stop[..., None]), stop[..., None]).min(-1)
-    width = window + s_q - 1 if window is not None and isinstance(s_q, int) else None
-    of_codes = jnp.stack([*scales.values()], -1)[None] if scales else None
+    # the least of all in one pass, in which XLA makes start too
+    start, stop = jnp.broadcast_arrays(start[..., None], stop[..., None], ends_it)[:2]
+    start, stop = _least(start, jnp.where(ends_it, jnp.clip(begins, start, stop), stop))
     return PagedSource(k[None], v[None], start, stop, *tables, of_codes, width=width)

@@ -9,7 +9,7 @@ from kernels.params import PAGES
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
 TILE_N_OF_PAGES = {64: 128, 128: 64, 256: 64}  # whole boxes of any size
-STAGES_OF_CODES = {64: 3, 128: 3, 256: 2}  # what fits
+STAGES_OF_CODES = {64: 4, 128: 3, 256: 2}  # what fits
 BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
@@ -37,7 +37,7 @@ class Config:
     @property
     def q_in_registers(self) -> bool:
         """True where SMEM, which codes pass once and their numbers twice, has no time to read Q for every tile."""
-        return False
+        return bool(self.stages_of_codes) and self.ctas == 2
 
     @property
     def stages(self) -> int:
@@ -70,24 +70,14 @@ class Config:
         return 144 if self.d == 128 and not self.paged else 0
 
     @property
-    def converters(self) -> int:
-        """Threads after the consumers, which convert codes with the clearers. They keep their registers."""
-        return 2 * WARP if self.stages_of_codes and self.ctas == 2 else 0
-
-    @property
-    def clearers(self) -> int:
-        """Threads that clear V, or convert codes."""
-        return CLEARERS + self.converters
-
-    @property
     def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers) + self.converters
+        return WARPGROUP * (1 + self.consumers)
 
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread; together they fill the file of 65536."""
         if self.stages_of_codes:
-            return {1: (32, 160), 2: (56, 224)}[self.consumers]
+            return {1: (56, 200), 2: (56, 224)}[self.consumers]
         return {1: (40, 216), 2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
@@ -96,7 +86,7 @@ class Config:
 
     @property
     def key_tile_bytes(self) -> int:
-        """What TMA brings of a tile of K or of V."""
+        """Bytes that TMA brings of a tile of K or of V."""
         return self.tile_n * (self.d if self.stages_of_codes else self.row_bytes)
 
     @property

@@ -156,9 +156,6 @@ class MhaFwdSm90(ForwardKernel):
             if rows % ROWS_OF_WARPGROUP != 0:
                 cute.arch.barrier(barrier_id=Q_CLEARED, number_of_threads=CLEARERS + consumers)
             self.consume(self.consumer(bar, smem, scale_log2, n), operands, o, results, n)
-        if cutlass.const_expr(c.converters > 0):  # noqa: SIM102, at compile time
-            if warp >= 4 * (1 + c.consumers):
-                self.clear(bar, smem, operands, n)
 
     @cute.jit
     def produce(

@@ -150,7 +150,7 @@ class MhaFwdPagedSm90(MhaFwdSm90):
             self.load_tile(values, *of_v, tile, v_page, row, first, boxes, x.box >> BOX_BITS)
 
     def landings(self, bar: Barriers, smem: Shared, fill: Int32) -> tuple[tuple, tuple]:
-        """Where TMA puts a tile of K, and one of V."""
+        """The places where TMA puts a tile of K, and one of V."""
         return (smem.k, bar.k.at(fill)), (smem.v, bar.v_landed.at(fill))
 
     @cute.jit

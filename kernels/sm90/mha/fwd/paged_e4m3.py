@@ -11,6 +11,7 @@ A step has few rows, often 8 of the 64 that a warpgroup has. A warp without rows
 warps take its place on the SM.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.launch import WARP, WARPGROUP, pointers
-from kernels.lib.ptx import load_matrices, ptx, store_shared_words, thread_id_again
+from kernels.lib.launch import WARP, pointers
+from kernels.lib.ptx import keep, load_matrices, multiply_by_half, permute_bytes, store_shared_words, thread_id_again
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, BoxedRows, Extents, RowTile, load
 from kernels.lib.softmax import RowResults, Softmax
 from kernels.lib.spans import RowSpans
@@ -35,12 +36,12 @@ from .smem import Barriers, Shared
 
 UNIT = {BFloat16: 1.0, Float16: 2.0**-8}  # of numbers that products take, which scales make up for
 PIECE = 8  # codes that a thread converts at a time: 16 bytes of a swizzled row
-AT_ONCE = 3  # pieces that it loads before it converts the first
+AT_ONCE = 6  # pieces that it loads before it converts the first
 
 
 @dataclass(frozen=True)
 class SoftmaxOfCodes(RoundedSoftmax):
-    """Of keys with a scale, and of values with another one; a warp without rows leaves out what takes long."""
+    """The softmax over keys with a scale, and values with another; a warp without rows leaves out what takes long."""
 
     has_rows: Boolean
     given_scale: Float32  # of logits in units of K's scale
@@ -158,54 +159,43 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
     def convert(self, codes: cute.Tensor, tile: cute.Tensor):
         """tile <- codes. A thread has the same columns of every row that it converts, PIECE of them."""
         c, thread = self.config, thread_id_again() - WARP  # places of all its pieces would not fit into registers
-        if cutlass.const_expr(c.converters > 0):
-            thread = thread - Int32(thread >= CLEARERS) * (WARPGROUP * c.consumers)
         pieces_of_row, pieces = c.d // PIECE, c.tile_n * c.d // PIECE
-        rows = c.clearers // pieces_of_row  # from one of its rows to the next
+        rows = CLEARERS // pieces_of_row  # from one of its rows to the next
         row, column = thread >> pieces_of_row.bit_length() - 1, thread & (pieces_of_row - 1)
-        source = codes.iterator.toint() + thread * PIECE
-        slab = tile.iterator.toint() + (column >> 3) * (c.tile_n * 2 * SLAB)
-        words = cute.make_rmem_tensor((2, AT_ONCE), Uint32)
-        rounds = -(-pieces // c.clearers)
+        source = codes.iterator + thread * PIECE
+        slab = tile.iterator.toint() + (column >> 3) * (c.tile_n * 2 * SLAB) + row * (2 * SLAB)
+        first_rows = [  # after so many of its rows, chunks are swizzled as before
+            slab + ((column ^ row + i * rows) & (PIECE - 1)) * 16 for i in range(PIECE // math.gcd(rows, PIECE))
+        ]
+        words, factor = cute.make_rmem_tensor((2, AT_ONCE), Uint32), Uint32(keep(0x7B807B80))  # 2^120 in bfloat16
+        rounds = -(-pieces // CLEARERS)
         for first in cutlass.range_constexpr(0, rounds, AT_ONCE):
             these = range(first, min(first + AT_ONCE, rounds))
             for i in these:
-                if cutlass.const_expr((i + 1) * c.clearers <= pieces):
-                    words[0, i - first], words[1, i - first] = load_two_words(source + i * c.clearers * PIECE)
-                elif thread + i * c.clearers < pieces:
-                    words[0, i - first], words[1, i - first] = load_two_words(source + i * c.clearers * PIECE)
+                if (i + 1) * CLEARERS <= pieces or thread + i * CLEARERS < pieces:
+                    cute.autovec_copy(words_at(source + i * CLEARERS * PIECE), words[None, i - first])
             for i in these:
-                its_row = row + i * rows
-                place = slab + its_row * (2 * SLAB) + ((column ^ its_row) & (PIECE - 1)) * 16
-                if cutlass.const_expr((i + 1) * c.clearers <= pieces):
-                    self.store(place, words[0, i - first], words[1, i - first])
-                elif thread + i * c.clearers < pieces:
-                    self.store(place, words[0, i - first], words[1, i - first])
-
-    def store(self, place: Int32, first: Uint32, last: Uint32) -> None:
-        store_shared_words(place, (*numbers_of(first, self.dtype), *numbers_of(last, self.dtype)))
+                place = first_rows[i % len(first_rows)] + i * rows * (2 * SLAB)
+                if (i + 1) * CLEARERS <= pieces or thread + i * CLEARERS < pieces:
+                    numbers = (x for j in range(2) for x in numbers_of(words[j, i - first], self.dtype, factor))
+                    store_shared_words(place, tuple(numbers))
 
 
-def load_two_words(address: Int32) -> tuple[Uint32, Uint32]:
-    return ptx("ld.shared.v2.b32 {$0, $1}, [$2];", Int32(address), gives=(Uint32, Uint32))
+def words_at(place: cute.Pointer) -> cute.Tensor:
+    """Two words of codes."""
+    return cute.make_tensor(cute.recast_ptr(place, dtype=Uint32).align(PIECE), cute.make_layout(2))
 
 
-def numbers_of(codes: Uint32, dtype) -> tuple[Uint32, Uint32]:
+def numbers_of(codes: Uint32, dtype, factor: Uint32) -> list[Uint32]:
     """Four e4m3 as pairs of bfloat16, or as pairs of float16 that are `UNIT` times as great, exactly.
 
-    A code's exponent and mantissa, shifted to those of the wider type, are its number times a power of two, subnormal
-    numbers among them. Its sign is put right by adding it some times before the shift.
+    A code as an integer of 16 bits has its sign in front, too. Shifted, its exponent and mantissa are those of the
+    wider type, of the number times a power of two, subnormal numbers among them; more signs than one are cut out.
     """
-    times, shift, factor = (15, 4, "mov.b32 y, 0x7B807B80; mul.rn.bf16x2 x, x, y;") if dtype is BFloat16 else (1, 7, "")
-    one = f"""
-        prmt.b32 x, $2, 0, {{order}};
-        and.b32 sign, x, 0x00800080;
-        mad.lo.u32 x, sign, {times}, x;
-        shl.b32 x, x, {shift};
-        {factor}
-        mov.b32 {{result}}, x;"""
-    pairs = "".join(one.format(order=order, result=f"${i}") for i, order in enumerate(("0x4140", "0x4342")))
-    return ptx(f"{{ .reg .b32 x, y, sign;{pairs}\n}}", codes, gives=(Uint32, Uint32), early=True, pure=True)
+    wide = [permute_bytes(codes, Uint32(0), Uint32(order)) for order in (0x9180, 0xB3A2)]
+    if dtype is Float16:
+        return [x * 128 & Uint32(0xBF80BF80) for x in wide]
+    return [multiply_by_half(x * 16 & Uint32(0x87F087F0), factor, 0) for x in wide]
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:

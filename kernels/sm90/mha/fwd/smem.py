@@ -9,7 +9,7 @@ from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
-from .config import Config
+from .config import CLEARERS, Config
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Barriers:
 
     def initialise(self, c: Config, consumers: Int32) -> None:
         """Initialises the barriers of all rings, by one thread; `consumers` threads have rows."""
-        self.q.initialise(1, consumers + c.clearers)
+        self.q.initialise(1, consumers + CLEARERS)
         if c.stages_of_codes:
             for ring, producers, readers in (
-                (self.codes, 1, c.clearers), (self.k, c.clearers, consumers), (self.v, c.clearers, consumers)
+                (self.codes, 1, CLEARERS), (self.k, CLEARERS, consumers), (self.v, CLEARERS, consumers)
             ):  # fmt: skip
                 ring.initialise(producers, readers)
             return
-        arrivals = (self.k.full, 1), (self.v_landed.full, 1), (self.v.full, c.clearers)
+        arrivals = (self.k.full, 1), (self.v_landed.full, 1), (self.v.full, CLEARERS)
         for s in range(c.stages):
             for barrier, count in (*arrivals, (self.k.empty, consumers), (self.v.empty, consumers)):
                 cute.arch.mbarrier_init(barrier + s, count)
