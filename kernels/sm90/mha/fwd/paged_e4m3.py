@@ -11,23 +11,22 @@ A step has few rows, often 8 of the 64 that a warpgroup has. A warp without rows
 warps take its place on the SM.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, pointers
-from kernels.lib.ptx import keep, load_matrices, multiply_by_half, permute_bytes, store_shared_words, thread_id_again
-from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, BoxedRows, Extents, RowTile, load
+from kernels.lib.ptx import ptx, store_shared_words, thread_id_again
+from kernels.lib.rows import ROWS, BoxedRows, Extents, RowTile, load
 from kernels.lib.softmax import RowResults, Softmax
 from kernels.lib.spans import RowSpans
-from kernels.lib.wgmma import K_MAJOR, SLAB, register_operand, tiled_mma
+from kernels.lib.wgmma import SLAB
 
 from .config import BOX, CLEARERS, Config
 from .kernel import Consumer, RoundedSoftmax, Scores, key_tiles
@@ -41,7 +40,7 @@ AT_ONCE = 6  # pieces that it loads before it converts the first
 
 @dataclass(frozen=True)
 class SoftmaxOfCodes(RoundedSoftmax):
-    """The softmax over keys with a scale, and values with another; a warp without rows leaves out what takes long."""
+    """The softmax of keys with a scale, and values with another; a warp without rows leaves out what takes long."""
 
     has_rows: Boolean
     given_scale: Float32  # of logits in units of K's scale
@@ -102,28 +101,6 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         first = (cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4) * (ROWS * PIECE)  # of this warp's sixteen rows
         return SoftmaxOfCodes.of_rows(scale_log2, first < n.box_inner * n.box_outer)
 
-    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32, n: Extents) -> Consumer:
-        c, w = self.config, MhaFwdPagedSm90.consumer(self, bar, smem, scale_log2, n)
-        if not c.q_in_registers:
-            return w
-        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR, warpgroup.OperandSource.RMEM)
-        q = register_operand(qk, c.d, self.dtype)
-        one_stage = cute.make_layout((*q.shape, 1), stride=(*q.stride, 0))
-        return replace(w, a=cute.make_tensor(q.iterator, one_stage), scores=Scores(qk, w.scores.acc, c.tile_n))
-
-    @cute.jit
-    def load_q(self, w: Consumer):
-        """Registers of this thread's rows of Q <- SMEM."""
-        c, lane = self.config, cute.arch.lane_idx()
-        row = w.group * ROWS_OF_WARPGROUP + w.thread // WARP * 16 + lane % 16
-        place = w.smem.q.iterator.toint() + row * (2 * SLAB)
-        words = cute.make_tensor(cute.recast_ptr(w.a.iterator, dtype=Uint32), cute.make_layout(c.d // 4))
-        for k in cutlass.range_constexpr(c.d // 16):
-            chunk = (2 * k % PIECE + lane // 16) ^ (row & (PIECE - 1))
-            found = load_matrices(place + k // 4 * (c.tile_m * 2 * SLAB) + chunk * 16)
-            for i in cutlass.range_constexpr(4):
-                words[4 * k + i] = Uint32(found[i])
-
     @cute.jit
     def issue_first(
         self, w: Consumer, scores: Scores, span: PagedOperands, boxed: BoxedRows, wave: Int32, fill: Int32
@@ -131,8 +108,6 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         tile = span.tile
         place = span.operands.scales[0] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
         of_keys, of_values = load(place), load(place + 1)
-        if cutlass.const_expr(self.config.q_in_registers):
-            self.load_q(w)
         rows = MhaFwdPagedSm90.issue_first(self, w, scores, span, boxed, wave, fill)
         w.softmax.set_scales(*(x * (1 / UNIT[self.dtype]) for x in (of_keys, of_values)))
         return rows
@@ -161,41 +136,50 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         c, thread = self.config, thread_id_again() - WARP  # places of all its pieces would not fit into registers
         pieces_of_row, pieces = c.d // PIECE, c.tile_n * c.d // PIECE
         rows = CLEARERS // pieces_of_row  # from one of its rows to the next
-        row, column = thread >> pieces_of_row.bit_length() - 1, thread & (pieces_of_row - 1)
-        source = codes.iterator + thread * PIECE
-        slab = tile.iterator.toint() + (column >> 3) * (c.tile_n * 2 * SLAB) + row * (2 * SLAB)
-        first_rows = [  # after so many of its rows, chunks are swizzled as before
-            slab + ((column ^ row + i * rows) & (PIECE - 1)) * 16 for i in range(PIECE // math.gcd(rows, PIECE))
-        ]
-        words, factor = cute.make_rmem_tensor((2, AT_ONCE), Uint32), Uint32(keep(0x7B807B80))  # 2^120 in bfloat16
+        row, column = thread // pieces_of_row, thread % pieces_of_row
+        source = codes.iterator.toint() + thread * PIECE
+        slab = tile.iterator.toint() + column // PIECE * (c.tile_n * 2 * SLAB)
+        words = cute.make_rmem_tensor((2, AT_ONCE), Uint32)
         rounds = -(-pieces // CLEARERS)
         for first in cutlass.range_constexpr(0, rounds, AT_ONCE):
             these = range(first, min(first + AT_ONCE, rounds))
             for i in these:
-                if (i + 1) * CLEARERS <= pieces or thread + i * CLEARERS < pieces:
-                    cute.autovec_copy(words_at(source + i * CLEARERS * PIECE), words[None, i - first])
+                if cutlass.const_expr((i + 1) * CLEARERS <= pieces):  # noqa: SIM114, at compile time
+                    words[0, i - first], words[1, i - first] = load_two_words(source + i * CLEARERS * PIECE)
+                elif thread + i * CLEARERS < pieces:
+                    words[0, i - first], words[1, i - first] = load_two_words(source + i * CLEARERS * PIECE)
             for i in these:
-                place = first_rows[i % len(first_rows)] + i * rows * (2 * SLAB)
-                if (i + 1) * CLEARERS <= pieces or thread + i * CLEARERS < pieces:
-                    numbers = (x for j in range(2) for x in numbers_of(words[j, i - first], self.dtype, factor))
-                    store_shared_words(place, tuple(numbers))
+                its_row = row + i * rows
+                place = slab + its_row * (2 * SLAB) + ((column ^ its_row) & (PIECE - 1)) * 16
+                if cutlass.const_expr((i + 1) * CLEARERS <= pieces):  # noqa: SIM114, at compile time
+                    self.store(place, words[0, i - first], words[1, i - first])
+                elif thread + i * CLEARERS < pieces:
+                    self.store(place, words[0, i - first], words[1, i - first])
+
+    def store(self, place: Int32, first: Uint32, last: Uint32) -> None:
+        store_shared_words(place, (*numbers_of(first, self.dtype), *numbers_of(last, self.dtype)))
 
 
-def words_at(place: cute.Pointer) -> cute.Tensor:
-    """Two words of codes."""
-    return cute.make_tensor(cute.recast_ptr(place, dtype=Uint32).align(PIECE), cute.make_layout(2))
+def load_two_words(address: Int32) -> tuple[Uint32, Uint32]:
+    return ptx("ld.shared.v2.b32 {$0, $1}, [$2];", Int32(address), gives=(Uint32, Uint32))
 
 
-def numbers_of(codes: Uint32, dtype, factor: Uint32) -> list[Uint32]:
+def numbers_of(codes: Uint32, dtype) -> tuple[Uint32, Uint32]:
     """Four e4m3 as pairs of bfloat16, or as pairs of float16 that are `UNIT` times as great, exactly.
 
-    A code as an integer of 16 bits has its sign in front, too. Shifted, its exponent and mantissa are those of the
-    wider type, of the number times a power of two, subnormal numbers among them; more signs than one are cut out.
+    A code's exponent and mantissa, shifted to those of the wider type, are its number times a power of two, subnormal
+    numbers among them. Its sign is put right by adding it some times before the shift.
     """
-    wide = [permute_bytes(codes, Uint32(0), Uint32(order)) for order in (0x9180, 0xB3A2)]
-    if dtype is Float16:
-        return [x * 128 & Uint32(0xBF80BF80) for x in wide]
-    return [multiply_by_half(x * 16 & Uint32(0x87F087F0), factor, 0) for x in wide]
+    times, shift, factor = (15, 4, "mov.b32 y, 0x7B807B80; mul.rn.bf16x2 x, x, y;") if dtype is BFloat16 else (1, 7, "")
+    one = f"""
+        prmt.b32 x, $2, 0, {{order}};
+        and.b32 sign, x, 0x00800080;
+        mad.lo.u32 x, sign, {times}, x;
+        shl.b32 x, x, {shift};
+        {factor}
+        mov.b32 {{result}}, x;"""
+    pairs = "".join(one.format(order=order, result=f"${i}") for i, order in enumerate(("0x4140", "0x4342")))
+    return ptx(f"{{ .reg .b32 x, y, sign;{pairs}\n}}", codes, gives=(Uint32, Uint32), early=True, pure=True)
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
