@@ -31,7 +31,8 @@ struct FusedMoe {
               .slabs13 = is_packed ? n.slabs13 : n.k / kTileRows,
               .tiles2 = is_packed ? n.tiles2 : n.k / kTileRows,
               .slabs2 = is_packed ? n.slabs2 : n.n / kTileRows,
-              .tiles = n.n_tiles};
+              .tiles = n.n_tiles,
+              .num_experts = call.num_experts};
     if (call.w2.dtype != call.w13.dtype) return Refuse(call.w2, Show(call.w2.dtype), Show(call.w13.dtype));
     if (is_packed == (call.format == kNotPacked)) {
       return Refuse(call.w13, Show(call.w13.dtype), "matrices in " + std::string(call.format));

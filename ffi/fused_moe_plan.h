@@ -15,6 +15,7 @@ struct FusedMoeShape {
   int64_t tokens, chosen, k, inner, experts;
   int64_t tiles13, slabs13, tiles2, slabs2;  // of a matrix
   int64_t tiles;                             // room for tiles of rows
+  int64_t num_experts;                       // among which tokens chose: those of all devices
   int64_t rows() const { return tokens * chosen; }
 };
 
@@ -44,7 +45,9 @@ inline std::string CheckFusedMoeShape(const FusedMoeShape& x) {
 }
 
 // Twice as many rows as an expert has on average: so many are to fit into a tile.
-inline int64_t RowsOfTile(const FusedMoeShape& x) { return 2 * CeilDiv(x.rows(), std::max<int64_t>(x.experts, 1)); }
+inline int64_t RowsOfTile(const FusedMoeShape& x) {
+  return 2 * CeilDiv(x.rows(), std::max({x.num_experts, x.experts, int64_t{1}}));
+}
 
 // Room for the tiles of rows, of tile_m rows at most.
 inline int64_t MostTiles(const FusedMoeShape& x, int64_t tile_m) { return x.experts + x.rows() / tile_m; }

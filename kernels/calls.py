@@ -449,7 +449,7 @@ TARGETS = (
             array("tiles: s32[n_tiles 4]", aligned=True),
             *arrays("count: s32[1]"),
         ),
-        {"limit": "float32", "format": "string"},
+        {"limit": "float32", "format": "string", "num_experts": "int64"},
     ),
     *(
         Target(  # rows by group, as `tiles` lists them, with each group's matrix, or that transposed

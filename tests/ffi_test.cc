@@ -6,6 +6,7 @@
 
 #include "all_reduce.h"
 #include "forward.h"
+#include "fused_moe_plan.h"
 #include "indexer_scores_at.h"
 #include "rope.h"
 #include "target.h"
@@ -295,6 +296,15 @@ void Exchanges() {
   EXPECT(stand_in_pushed() == 0);
 }
 
+// A device has half of the experts, so half of the choices are of others: a tile of 16 rows has twice the rows of one.
+void CountsRowsOfExperts() {
+  FusedMoeShape x = {};
+  x.tokens = 256, x.chosen = 6, x.experts = 128, x.num_experts = 256;
+  EXPECT(RowsOfTile(x) == 12);
+  x.num_experts = 128;
+  EXPECT(RowsOfTile(x) == 24);
+}
+
 // What XLA hands over becomes a call: arrays by their order, attributes by their names.
 ffi::Error ReadScaleAndOrder(ffi::Dictionary x, ForwardCall* call) {
   return Read(x, "scale", &call->scale, "order", &call->order);
@@ -358,6 +368,7 @@ int main(int argc, char** argv) {
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();
   if (scenario == "exchanges") Exchanges();
+  if (scenario == "experts") CountsRowsOfExperts();
   if (scenario == "decodes") Decodes();
   if (scenario == "fails") {
     EXPECT(argc == 4);

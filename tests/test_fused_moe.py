@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -317,8 +318,10 @@ def test_the_call_is_exported(matrices):
     _, args = given_in(matrices, [1, 2])
     (decision,) = explain(fused_moe, *args)
     assert "group_rows and grouped_product" in decision.reason
-    exported = jax.export.export(jax.jit(fused_moe), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args)
-    assert "dsv4_fmha_fused_moe" in exported.mlir_module()
+    for num_experts, says in ((None, 2), (64, 64)):  # a device has two of them
+        run = jax.jit(functools.partial(fused_moe, num_experts=num_experts))
+        exported = jax.export.export(run, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args)
+        assert re.search(rf"dsv4_fmha_fused_moe.*num_experts = {says} : i64", exported.mlir_module())
 
 
 def test_matrices_of_other_sizes_have_no_kernel():
@@ -378,6 +381,9 @@ def test_errors():
     for limit in (0, -1.0, float("nan"), "3"):
         with pytest.raises((ValueError, TypeError), match="limit"):
             fused_moe(given, w13, w2, chosen, weights, limit=limit)
+    for num_experts in (w13.experts - 1, 0, 2.0, "8"):
+        with pytest.raises((ValueError, TypeError), match=f"num_experts: got .*, wanted an int >= {w13.experts}"):
+            fused_moe(given, w13, w2, chosen, weights, num_experts=num_experts)
 
 
 def test_the_package_knows_how_many_experts_kernels_take():

@@ -76,6 +76,7 @@ def program(request, tmp_path_factory):
         ("entries",),
         ("rows",),
         ("exchanges",),
+        ("experts",),
         ("decodes",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),
     ],

@@ -460,7 +460,7 @@ class Model:
         """
         e = len(jax.tree.leaves(w13)[0])
         if not isinstance(w13, Packed):
-            return fused_moe(x, w13, w2, chosen - part * e, weights, limit=self.limit)
+            return fused_moe(x, w13, w2, chosen - part * e, weights, limit=self.limit, num_experts=self.experts)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)  # a gradient keeps no matrices that are unpacked
         def add(y: jax.Array, of_expert: Any) -> tuple[jax.Array, None]:

@@ -1,5 +1,7 @@
 """The raw call of a layer's experts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ def fused_moe(
     inner: int,
     limit: float,
     format: str,
+    num_experts: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The results of each chosen expert for its tokens: `[rows, k]` in x's dtype, rows by expert; and int32 `[b, s_q,
     n_chosen]`, the row of each choice, -1 where its expert is not below `groups`.
@@ -39,6 +42,8 @@ def fused_moe(
       inner: channels inside of an expert. It and k are multiples of 256.
       limit: of a gate, and of the size of what it lets through.
       format: "mxfp4", "e4m3" or "bfloat16".
+      num_experts: among which tokens chose, of all devices: so many rows as one of them has on average, twice, fit into
+        a tile of the kernel.
     """
     rows, groups = chosen.size, w13.shape[0]
     results = (
@@ -51,5 +56,6 @@ def fused_moe(
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     operands = (x, chosen, weights, w13, factor13, w2, factor2)
-    y, places, *_ = call("fused_moe", results, *operands, limit=np.float32(limit), format=format)
+    params: dict[str, Any] = {"limit": np.float32(limit), "format": format, "num_experts": np.int64(num_experts)}
+    y, places, *_ = call("fused_moe", results, *operands, **params)
     return y, places

@@ -36,6 +36,7 @@ def fused_moe(
     weights: jax.Array,
     *,
     limit: float | None = None,
+    num_experts: int | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """Sums the results of the experts that each token chose, from weights in MXFP4, FP8, bfloat16 or float32.
@@ -58,6 +59,8 @@ def fused_moe(
       chosen: int32 `[b, s, c]`, the experts of each token.
       weights: float32 `[b, s, c]`, of these.
       limit: a float > 0 for V4's SwiGLU, or None for a plain one.
+      num_experts: those among which tokens chose, on a mesh the experts of all devices; None: e. It says how many rows
+        an expert has on average, by which a kernel is chosen, and results are the same.
       implementation: as in `fmha`.
 
     Returns:
@@ -93,27 +96,28 @@ def fused_moe(
     chosen = _check.operand(op, "chosen", chosen, "b s c", dims, _check.INT)
     weights = _check.operand(op, "weights", weights, "b s c", dims, _check.FP32)
     limit = math.inf if limit is None else _check.number(op, "limit", limit, "a float > 0", lambda y: y > 0)
+    num_experts = e if num_experts is None else _check.integer(op, "num_experts", num_experts, e)
     _check.implementation(op, implementation)
     if implementation == "reference":
         return experts.of_experts(x, w13, w2, chosen, weights, limit=limit)
     support = _support(x, w13, e)
     use = choose(op, implementation, support)
     params = (("limit", limit),)
+    of_all = (*params, ("num_experts", num_experts))
     arrays = (a[None] for a in jax.tree.leaves((w13, w2)))
     if isinstance(w13, PackedExperts):
-        run = Differentiable(Call(_OF_PACKED, use, params, support), None)
+        run = Differentiable(Call(_OF_PACKED, use, of_all, support), None)
     else:
-        run = _trained(use, params, support, x.dtype)
+        run = _trained(Call(_OF_ROWS, use, of_all, support), params, support, x.dtype)
     (y,) = run(x, weights, *arrays, chosen)
     return y
 
 
-def _trained(use: KernelUse, params: Params, support: Support, dtype: Any) -> Differentiable:
+def _trained(call: Call, params: Params, support: Support, dtype: Any) -> Differentiable:
     """The call over matrices in bfloat16, with its gradient."""
-    call = Call(_OF_ROWS, use, params, support)
     archs = library.shipped_for("expert_product", dtype=dtype.name)
     of_gradient = Support(support.got, ("expert_product",), archs if support.shipped else ())
-    use = choose_backward(use, of_gradient.built)
+    use = choose_backward(call.use, of_gradient.built)
     if use == KernelUse.NEVER:
         return Differentiable(call, Function(_gradient, params))
     keeping, backward = (Call(op, use, params, of_gradient) for op in (_KEEPING, _BACKWARD))
@@ -157,14 +161,14 @@ def _support(x: jax.Array, w13: Experts, e: int) -> Support:
     return Support(got, ("group_rows", "grouped_product"), archs if fits else ())
 
 
-def _of_packed(x: Any, weights: Any, *operands: Any, limit: float) -> Arrays:
+def _of_packed(x: Any, weights: Any, *operands: Any, limit: float, num_experts: int) -> Arrays:
     *arrays, chosen = operands
     data13, factor13, data2, factor2 = (w[0] for w in arrays)
     w13, w2 = PackedExperts(data13, factor13, gated=True), PackedExperts(data2, factor2, gated=False)
     return (experts.of_experts(x, w13, w2, chosen, weights, limit=limit),)
 
 
-def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
+def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float, num_experts: int = 0) -> Arrays:
     return (experts.of_experts(x, w13[0], w2[0], chosen, weights, limit=limit),)
 
 
@@ -186,17 +190,17 @@ def _backward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, _: Any, dy: 
     return _gradient(x, weights, w13, w2, chosen, dy, limit=limit)
 
 
-def _packed_by_kernels(x: Any, weights: Any, *operands: Any, limit: float) -> Arrays:
+def _packed_by_kernels(x: Any, weights: Any, *operands: Any, **params: Any) -> Arrays:
     *arrays, chosen = operands
     arrays = [w[0] for w in arrays]
     w2 = PackedExperts(arrays[2], arrays[3], gated=False)
-    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=w2.columns, limit=limit, format=w2.format))
+    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=w2.columns, format=w2.format, **params))
 
 
-def _rows_by_kernels(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
+def _rows_by_kernels(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, **params: Any) -> Arrays:
     none = jnp.zeros(0, jnp.float32)  # factors
     arrays = (w13[0], none, w2[0], none)
-    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=w2.shape[3], limit=limit, format=ROWS))
+    return _summed(x, *raw.fused_moe(x, chosen, weights, *arrays, inner=w2.shape[3], format=ROWS, **params))
 
 
 def _summed(x: Any, y: Any, places: Any) -> Arrays:
