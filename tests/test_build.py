@@ -197,7 +197,7 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_route(sizes, 1.0, 1.5, tile_m=4)
     elif isinstance(variant, GroupRows | GroupedProduct):
         sizes = {"tokens": 7, "chosen": 3, "k": 512, "inner": 256, "experts": 5, "tiles": 26}
-        sizes |= {"tiles13": 8, "slabs13": 8, "tiles2": 8, "slabs2": 4}
+        sizes |= {"num_experts": 10, "tiles13": 8, "slabs13": 8, "tiles2": 8, "slabs2": 4}
         if isinstance(variant, GroupRows):
             launch = plan_group_rows(sizes, tile_m=16)
         else:

@@ -25,7 +25,7 @@ def sizes_of(x: Problem) -> dict[str, int]:
     """The extents of a launch's operands."""
     (tokens, n_chosen), (e, k, inner) = x.chosen.shape, x.codes2.shape
     tiles = {"tiles13": 2 * inner // TILE, "slabs13": k // SLAB, "tiles2": k // TILE, "slabs2": inner // SLAB}
-    sizes = {"tokens": tokens, "chosen": n_chosen, "k": k, "inner": inner, "experts": e}
+    sizes = {"tokens": tokens, "chosen": n_chosen, "k": k, "inner": inner, "experts": e, "num_experts": e}
     return {**sizes, **tiles, "tiles": e + tokens * n_chosen // FEW_ROWS}
 
 
