@@ -78,7 +78,7 @@ def losses(
     """
     context = jax.sharding.get_abstract_mesh().shape["context"]
     order = context if context > 1 else None
-    specs = model.partition(learned, is_trained=True)
+    specs = model.partition(learned | {"layers": list(map(without_adapter, learned["layers"]))}, is_trained=True)
     like = jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
 
     def ready(params: Any, *path: Any) -> Any:
@@ -114,7 +114,7 @@ def losses(
             return layer(p, x, shared=shared, segment_ids=documents, zigzag=order)
 
         adapter = jax.lax.with_sharding_constraint(p.get("lora", {}), P())
-        p = ready({name: x for name, x in p.items() if name != "lora"}, "layers", i)
+        p = ready(without_adapter(p), "layers", i)
         p["attention"] = lora.merged(p["attention"], adapter, dtype)
         layer, of_layer = model.layers[i], model.of_layer(i, fixed, rows)
         streams = model.reminded(p, of_layer, streams)
@@ -139,6 +139,11 @@ def losses(
     with jax.named_scope("head"):
         of_tokens = head.loss(model.last(others, x), learned["head"], following, weights)
     return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads), jnp.array(recalls), length)
+
+
+def without_adapter(p: dict[str, Any]) -> dict[str, Any]:
+    """A layer's parameters but the additions of an adapter."""
+    return {name: x for name, x in p.items() if name != "lora"}
 
 
 def positions(documents: jax.Array) -> jax.Array:
