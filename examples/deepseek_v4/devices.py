@@ -44,7 +44,7 @@ def own_heads(layer: DSV4Attention, params: Any, axes: Sequence[str]) -> tuple[D
 
 
 def _own(w: Any, axis: int, n: int) -> Any:
-    """A matrix of which a device has one of n parts of an axis. What a packed one says of itself is of the whole."""
+    """A matrix on a device that has one of n parts of an axis. A packed one's sizes were those of the whole matrix."""
     if not isinstance(w, PackedMatrix):
         return w
     *_, tiles, slabs, _ = w.data.shape

@@ -109,7 +109,7 @@ def gather(rows: Any, axes: tuple[str, ...] = GROUP) -> Any:
 
 
 def scatter(rows: jax.Array, axes: tuple[str, ...] = GROUP) -> jax.Array:
-    """In `jax.shard_map`: the sum of the devices' arrays along axes, of which each gets its own rows."""
+    """In `jax.shard_map`: sums the devices' arrays along axes, and gives each device its own rows of the sum."""
     return jax.lax.psum_scatter(rows, several, tiled=True) if (several := _several(axes)) else rows
 
 

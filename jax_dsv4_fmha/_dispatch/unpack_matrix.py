@@ -27,7 +27,7 @@ def rows_first(w: PackedMatrix, dtype: Any) -> jax.Array:
 
 
 def unpacked(w: PackedMatrix, dtype: Any) -> jax.Array:
-    """`w.unpacked`, of which a kernel may write the transpose."""
+    """Returns `w.unpacked`; a kernel may write its transpose."""
     found = packed_matrix.of_shards(_unpacked, w.data, w.rows, w.columns, dtype)
     return jnp.swapaxes(found, -1, -2).reshape(w.shape)
 

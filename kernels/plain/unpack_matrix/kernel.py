@@ -101,7 +101,7 @@ class UnpackMatrixKernel(Kernel):
 
     @cute.jit
     def write(self, line: cute.Pointer, row: Int32, column: Int32, codes: tuple, scale: Uint32, n: Extents):
-        """The two rows from `row` on, of which each of a lane's words has two columns."""
+        """Writes the two rows from `row` on. Each of a lane's words has two columns of both."""
         lane = cute.arch.thread_idx()[0] % QUAD
         words = cute.make_rmem_tensor(STEPS, Uint32)
         for j in cutlass.range_constexpr(STEPS):
