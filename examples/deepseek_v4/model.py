@@ -414,15 +414,17 @@ class Model:
 
         if jax.sharding.get_abstract_mesh().empty:
             return of_all(matrices, 0, x, weights, chosen), load
+
+        def inferred(matrices: Any, *of_tokens: jax.Array) -> jax.Array:
+            return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
+
         if devices.is_on_each():
-            return step_psum(of_all(matrices, jax.lax.axis_index("expert"), x, weights, chosen), SPLIT), load
+            return inferred(matrices, x, weights, chosen), load
         rows, specs = rows_of(x, is_trained), self._partition_moe(is_trained)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
         apart, alike = within(rows)
 
-        def of_device(matrices, *of_tokens):
-            if not is_trained:
-                return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
+        def trained(matrices: Any, *of_tokens: jax.Array) -> jax.Array:
             of_tokens = jax.lax.pcast(of_tokens, alike, to="varying")  # or their gradients would not be summed
             matrices = jax.lax.pcast(matrices, "data", to="varying") if rows[0] else matrices
             of_tokens = gather(of_tokens, apart)
@@ -430,7 +432,7 @@ class Model:
             return scatter(y, apart)
 
         given = of_weights, rows, rows, rows
-        run = jax.shard_map(of_device, in_specs=given, out_specs=rows, check_vma=is_trained)
+        run = jax.shard_map(trained if is_trained else inferred, in_specs=given, out_specs=rows, check_vma=is_trained)
         return run(matrices, x, weights, chosen), load
 
     def of_shared(self, w13: Any, w2: Any, x: jax.Array, is_trained: bool) -> jax.Array:
