@@ -260,7 +260,9 @@ def test_options_of_xla():
 
 
 def test_parts_of_a_program():
-    """The innermost scope of an operation, forward or backward; else whether it is a product."""
+    """The innermost scope of an operation, forward or backward; else whether it is a product. Programs may have
+    operations of one name.
+    """
     paths = {
         "dot.1": "jit(step)/transpose(jvp(moe))/while/body/dot_general",
         "fusion.2": "jit(step)/connections/norm/mul",
@@ -268,7 +270,10 @@ def test_parts_of_a_program():
         "add.4": "jit(step)/layers/attention_norm/add",
     }
     text = "\n".join(f'  %{name} = f32[2]{{0}} f(%x), metadata={{op_name="{path}"}}' for name, path in paths.items())
-    assert parts.by_operation(text) == {"dot.1": "moe", "fusion.2": "norm", "dot.3": "products", "add.4": "rest"}
+    text = f"HloModule jit_f, is_scheduled=true\n{text}\nHloModule jit_g\n{text.replace('moe', 'head')}"
+    want = {"dot.1": "moe", "fusion.2": "norm", "dot.3": "products", "add.4": "rest"}
+    want = {(f"jit_{program}", name): part for program in "fg" for name, part in want.items()}
+    assert parts.by_operation(text) == want | {("jit_g", "dot.1"): "head"}
 
 
 def test_the_first_layers_of_a_config():

@@ -47,6 +47,7 @@ from .exact import exact_product, split
 from .layout import ALL, GROUP, SPLIT, gather, rows_of, scatter, within
 from .packed import Packed, in_file, of_data, one_matrix, product
 from .sinkhorn import doubly_stochastic
+from .streams import Streams, joined, means_of, projected
 
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
@@ -208,10 +209,7 @@ class Model:
     ) -> tuple["Forward", Caches]:
         """Does what `read` does, and returns all that `forward` returns."""
 
-        def attend(layer, p, x, cache, shared):
-            return layer(p, x, cache, shared, start=start, lengths=lengths)
-
-        count = jnp.clip(lengths - start, 0, tokens.shape[1])
+        count, attend = count_of(tokens, start, lengths), reading(start, lengths)
         rows, history = self.rows(params, tokens, caches.history, start, count)
         out = self.forward(params, tokens, rows, caches.layers, attend, jnp.maximum(count - 1, 0))
         return out, Caches(out.caches, history)
@@ -293,24 +291,44 @@ class Model:
 
         @functools.partial(jax.jit, static_argnums=0)  # StableHLO has a function for each kind, which layers call
         def run(layer, p, of_layer, x, cache, shared):
-            before = self.reminded(p, of_layer, x)
-            block = functools.partial(self.block, layer, attend=attend)
-            given = p, OfLayer(of_layer.routing), before, tokens, cache, shared
-            if cache is not None and devices.share(SPLIT):
-                specs = self._partition_layer(layer, p), *[P()] * (len(given) - 1)
-                block = jax.shard_map(block, in_specs=specs, out_specs=P(), check_vma=False)
-            return before, *block(*given)[:2]
+            return self.run(layer, p, of_layer, x, tokens, cache, shared, attend)
 
-        x, outputs, means, shared = self.embedded(params["embed"][tokens]), [], [], Shared()
+        x, outputs, seen = self.through(run, params, self.embedded(params["embed"][tokens]), rows, caches)
+        return Forward(self.logits(params, x if at is None else x.at(at)), outputs, means_of(seen))
+
+    def through(
+        self, run: Callable[..., Any], params: Any, x: "Streams", rows: Mapping[int, jax.Array], caches: Sequence[Any]
+    ) -> tuple["Streams", list[Output], list["Streams"]]:
+        """All layers by run(layer, parameters, of_layer, streams, cache, shared): the streams after them, attention's
+        outputs, and the streams that drafts see.
+        """
+        outputs, seen, shared = [], [], Shared()
         for i, (layer, p) in enumerate(zip(self.layers, params["layers"], strict=True)):
             before, x, out = run(layer, p, self.of_layer(i, params, rows), x, caches[i], shared)
             shared, outputs = shared.after(out), [*outputs, out]
             if i in self.seen:
-                seen = (before if self.delayed else x).after()
-                means.append(seen.mean(2, dtype=jnp.float32).astype(seen.dtype))
-        if at is not None:
-            x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
-        return Forward(self.logits(params, x), outputs, jnp.concatenate(means, -1) if means else None)
+                seen.append(before if self.delayed else x)
+        return x, outputs, seen
+
+    def run(
+        self,
+        layer: DSV4Attention,
+        p: Any,
+        of_layer: "OfLayer",
+        x: "Streams",
+        tokens: jax.Array,
+        cache: Any,
+        shared: Shared,
+        attend: Callable[..., Output],
+    ) -> tuple["Streams", "Streams", Output]:
+        """A layer: the streams before it, with what an engram recalls, and after it; attention's output."""
+        before = self.reminded(p, of_layer, x)
+        block = functools.partial(self.block, layer, attend=attend)
+        given = p, OfLayer(of_layer.routing), before, tokens, cache, shared
+        if cache is not None and devices.share(SPLIT):
+            specs = self._partition_layer(layer, p), *[P()] * (len(given) - 1)
+            block = jax.shard_map(block, in_specs=specs, out_specs=P(), check_vma=False)
+        return before, *block(*given)[:2]
 
     def embedded(self, y: jax.Array) -> "Streams":
         """The streams before the first layer, of the tokens' rows `[b, s, hidden]` of the embedding."""
@@ -611,29 +629,18 @@ class OfLayer(NamedTuple):
     """of that table, which each token finds"""
 
 
-class Streams(NamedTuple):
-    """The n residual streams of each token, as they go from sublayer to sublayer."""
+def reading(start: Any, lengths: jax.Array) -> Callable[..., Output]:
+    """Attention of a chunk from position `start` on, as `Model.forward` takes it."""
 
-    x: jax.Array
-    """`[b, s, n, hidden]`, before a sublayer"""
-    y: jax.Array
-    """`[b, s, hidden]`: what it made"""
-    post: jax.Array
-    """float32 `[b, s, n]`: how much of that each stream gets"""
-    mix: jax.Array
-    """float32 `[b, s, n, n]`: how the streams go past it"""
-    pre: jax.Array
-    """float32 `[b, s, n]`: how the next sublayer takes them in, in V4.1"""
+    def attend(layer: DSV4Attention, p: Any, x: jax.Array, cache: Any, shared: Shared) -> Output:
+        return layer(p, x, cache, shared, start=start, lengths=lengths)
 
-    @staticmethod
-    def of(x: jax.Array, pre: jax.Array) -> "Streams":
-        """These streams, to which no sublayer adds."""
-        n, zeros = x.shape[2], jnp.zeros(x.shape[:3])
-        return Streams(x, jnp.zeros_like(x[:, :, 0]), zeros, zeros[..., None] + jnp.eye(n), pre)
+    return attend
 
-    def after(self) -> jax.Array:
-        """The streams after the sublayer."""
-        return mixed(self.post, self.mix, self.y, self.x)
+
+def count_of(tokens: jax.Array, start: Any, lengths: jax.Array) -> jax.Array:
+    """int32 `[b]`: how many tokens of a chunk `[b, s]` count."""
+    return jnp.clip(lengths - start, 0, tokens.shape[1])
 
 
 def replicated(params: dict[str, Any]) -> dict[str, Any]:
@@ -678,21 +685,3 @@ def logits_of(x: jax.Array, gate: jax.Array) -> jax.Array:
         first, second, third = jnp.split(gate.astype(jnp.float32), 3, 1)
         gate = first + (second + third)
     return exact_product(x, gate.T)[:, :, None]
-
-
-def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:
-    """All streams of a token, normed, times fn `[count, n hidden]`: float32 `[b, s, count]`."""
-    x = x.reshape(*x.shape[:2], -1)
-    square = jnp.square(x.astype(jnp.float32))
-    return exact_product(x, fn) * jax.lax.rsqrt(jnp.mean(square, -1, keepdims=True) + eps)
-
-
-def joined(pre: jax.Array, x: jax.Array) -> jax.Array:
-    """The streams x `[b, s, n, hidden]` as one, `[b, s, hidden]`."""
-    return (pre[..., None] * x).sum(2).astype(x.dtype)
-
-
-def mixed(post: jax.Array, mix: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
-    """The streams after a sublayer that made y `[b, s, hidden]` of them."""
-    past = (mix[..., None] * x[:, :, :, None]).sum(2)  # not a product: its matrices would have n rows
-    return (past + post[..., None] * y[:, :, None]).astype(x.dtype)

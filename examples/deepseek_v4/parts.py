@@ -23,12 +23,15 @@ NO_GRAPHS = {"xla_gpu_graph_min_graph_size": "10000"}
 """an option of XLA for a program that is profiled: the profiler does not see through CUDA graphs"""
 
 
-def by_operation(text: str) -> dict[str, str]:
-    """The part of each operation of a compiled program's text, by its op_name."""
-    found = {}
-    for name, path in re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)"', text, re.M):
-        scopes = SCOPE.findall(path)
-        found[name] = scopes[-1] if scopes else "products" if PRODUCT.search(path) else "rest"
+def by_operation(text: str) -> dict[tuple[str, str], str]:
+    """The part of each operation of compiled programs' text, by its program's name and its own: by its op_name."""
+    found, program = {}, ""
+    line = r'^(?:HloModule ([\w.-]+)|\s*(?:ROOT )?%?([\w.-]+) = .*op_name="([^"]*)")'
+    for begun, name, path in re.findall(line, text, re.M):
+        program = begun or program
+        if name:
+            scopes = SCOPE.findall(path)
+            found[program, name] = scopes[-1] if scopes else "products" if PRODUCT.search(path) else "rest"
     return found
 
 
@@ -37,7 +40,7 @@ def of_calls(call: Callable[[], Any], text: str, calls: int, devices: int) -> di
 
     Args:
       call: starts the program once; it is called twice as often as is measured.
-      text: the compiled program.
+      text: the compiled program, or several, one after another.
     """
     part_of = by_operation(text)
     tracing = jax.profiler.ProfileOptions()
@@ -57,14 +60,15 @@ def of_calls(call: Callable[[], Any], text: str, calls: int, devices: int) -> di
         if not plane.name.startswith("/device:GPU"):
             continue
         events = sorted(
-            (event.start_ns, event.duration_ns, event.name, str(dict(event.stats).get("hlo_op", "")))
+            (event.start_ns, event.duration_ns, event.name, *(str(stats.get(x, "")) for x in ("hlo_module", "hlo_op")))
             for line in plane.lines
             if line.name.startswith("Stream")
             for event in line.events
+            for stats in [dict(event.stats)]
         )
         end = events[0][0] if events else 0
-        for start, ns, name, operation in events:
-            part = part_of.get(operation, "rest")
+        for start, ns, name, program, operation in events:
+            part = part_of.get((program, operation), "rest")
             part = "products" if part == "rest" and PRODUCT.search(name) else part
             part = next((p for p, kernel in KERNELS.items() if kernel.search(f"{name} {operation}")), part)
             found["idle"] += max(0, start - end)

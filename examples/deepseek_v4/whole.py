@@ -11,7 +11,7 @@ which the profiler does not see.
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jax_dsv4_fmha.layers import STEP_OPTIONS
 from . import common, speed, stand_in
 from .model import Caches, Model
 from .parts import NO_GRAPHS, of_calls
+from .reader import Reader
 from .serve import ROUNDS, progress
 from .speed import CHUNK, CONTEXTS, FLASH, Work
 
@@ -107,8 +108,8 @@ def option_of(text: str) -> tuple[str, str]:
 def program(
     model: Model, params: Any, mesh: Mesh, work: Work, dtype: jnp.dtype, rounds: int = 1, **options: str
 ) -> tuple[Any, Caches, tuple[Any, ...], tuple[float, float]]:
-    """A compiled call, full caches, what it takes besides, and the seconds of tracing and lowering, and of XLA. A call
-    of steps ends with the last token of the context.
+    """A compiled call of `Model.several` or `Model.read`, full caches, what it takes besides parameters and these, and
+    the seconds of tracing and lowering, and of XLA after it. A call of steps ends with the last token of the context.
     """
     everywhere = NamedSharding(mesh, P())
     make = lambda: speed.random(model.cache(work.b, work.context, dtype))  # noqa: E731
@@ -116,21 +117,22 @@ def program(
     tokens = jax.random.randint(jax.random.key(0), (work.b, work.tokens), 0, model.vocabulary, jnp.int32)
     lengths = jnp.full(work.b, work.context, jnp.int32)
     is_step = work.tokens == 1
-    f: Callable[..., Any] = functools.partial(model.several, count=rounds) if is_step else model.read
     given = (tokens[:, 0], lengths - (rounds - 1)) if is_step else (tokens, lengths - work.tokens, lengths)
-    operands: tuple[Any, ...] = jax.device_put(given, everywhere)
-    if jax.default_backend() == "gpu":
-        options = {**(STEP_OPTIONS if is_step else {}), **options}
+    first, *others = jax.device_put(given, everywhere)
+    operands = params, first, caches, *others
     began = time.perf_counter()
-
-    def call(params: Any, caches: Caches, *operands: Any) -> Any:
-        return f(params, operands[0], caches, *operands[1:])
-
-    jitted = jax.jit(call, donate_argnums=1, out_shardings=(None, everywhere), compiler_options=options or None)
-    lowered = jitted.lower(params, caches, *operands)
-    then = time.perf_counter()
-    compiled = lowered.compile()
-    return compiled, caches, operands, (then - began, time.perf_counter() - then)
+    compiled: Any
+    if is_step:
+        options = {**(STEP_OPTIONS if jax.default_backend() == "gpu" else {}), **options}
+        f = functools.partial(model.several, count=rounds)
+        how: dict[str, Any] = {"out_shardings": (None, everywhere), "compiler_options": options or None}
+        lowered = jax.jit(f, donate_argnums=2, **how).lower(*operands)
+        lowering = time.perf_counter() - began
+        compiled = lowered.compile()
+    else:
+        compiled = Reader(model, *operands, **options)
+        lowering = compiled.seconds
+    return compiled, caches, (first, *others), (lowering, time.perf_counter() - began - lowering)
 
 
 def of_work(
@@ -141,7 +143,7 @@ def of_work(
     f, caches, operands, seconds = program(model, params, mesh, work, dtype, rounds, **options)
 
     def call(caches: Caches) -> tuple[Caches, jax.Array]:
-        made, caches = f(params, caches, *operands)
+        made, caches = f(params, operands[0], caches, *operands[1:])
         return caches, made
 
     ms = speed.median(call, max(1, calls // (rounds if work.tokens == 1 else 5)), caches) / rounds
@@ -157,7 +159,7 @@ def parts_of(
 
     def call() -> jax.Array:
         nonlocal caches
-        made, caches = f(params, caches, *operands)
+        made, caches = f(params, operands[0], caches, *operands[1:])
         return made
 
     return of_calls(call, f.as_text() or "", calls, mesh.size)

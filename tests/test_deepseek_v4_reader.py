@@ -1,0 +1,62 @@
+"""examples/deepseek_v4/reader.py: chunks of prompts by a program for each kind of layers."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.deepseek_v4 import common
+from examples.deepseek_v4.model import Model
+from examples.deepseek_v4.reader import Reader
+
+from .test_deepseek_v4 import CONFIGS, prompts, small
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
+def test_chunks(name, devices):
+    """The bits of one program of all layers: logits, and caches, which are donated."""
+    model, params = small(name)
+    tokens, lengths = prompts(3, 36), np.array([21, 4, 30], np.int32)
+    with common.mesh_of(1, devices, data=1) if devices > 1 else contextlib.nullcontext():
+        if devices > 1:
+            params = jax.device_put(params, model.partition())
+        caches, others = (model.cache(3, 40, jnp.float32) for _ in range(2))
+        calls = [
+            (tokens[:, at : at + 12], np.full(3, at, np.int32), np.minimum(lengths, at + 12)) for at in (0, 12, 24)
+        ]
+        if devices > 1:
+            calls = jax.device_put(calls, jax.P())
+        whole = jax.jit(model.read, donate_argnums=2, out_shardings=None if devices == 1 else jax.P())
+        (first, *of_first), before = calls[0], caches
+        read = Reader(model, params, first, caches, *of_first)
+        for some, *where in calls:
+            logits, caches = read(params, some, caches, *where)
+            want, others = whole(params, some, others, *where)
+            np.testing.assert_array_equal(logits, want)
+        jax.tree.map(np.testing.assert_array_equal, caches, others)
+        assert all(x.is_deleted() for x in jax.tree.leaves(before) if x.size)
+
+
+def test_programs_are_of_kinds():
+    """Their number does not grow with that of layers, nor does their size."""
+
+    def programs(layers):
+        kinds = [f"{common.KINDS[kind]}_attention" for kind in (0, *[1, 2] * layers)][:layers]
+        model = Model.from_config(CONFIGS["v4"] | {"num_hidden_layers": layers, "layer_types": kinds})
+        params, caches = jax.eval_shape(lambda: (model.init(jax.random.key(0)), model.cache(2, 64)))
+        made = Reader(model, params, np.zeros((2, 8), np.int32), caches, *[np.full(2, 8, np.int32)] * 2)
+        return sorted(text.count("\n") for text in map(jax.stages.Compiled.as_text, made.programs))
+
+    few = programs(5)
+    assert len(few) == 6 and programs(9) == few
+
+
+def test_shapes_are_those_of_the_compiled_programs():
+    model, params = small()
+    at = np.zeros(1, np.int32), np.full(1, 8, np.int32)
+    read = Reader(model, params, prompts(1, 8), model.cache(1, 16, jnp.float32), *at)
+    with pytest.raises(TypeError, match="int32"):
+        read(params, prompts(1, 9), model.cache(1, 16, jnp.float32), *at)
