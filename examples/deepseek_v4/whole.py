@@ -1,10 +1,10 @@
 """Times a whole DeepSeek-V4 over the GPUs that are here: `python -m examples.deepseek_v4.whole [CHECKPOINT]`.
 
 Parameters are random numbers in a checkpoint's form, with routed experts in MXFP4 and attention's projections in FP8,
-made where they lie. A checkpoint is read for its config.json alone. A row is a step, or a chunk of a prompt, as the
-model computes it in `serve`, where --rounds steps are a call. Its time is the host's, of many calls that each wait for
-the one before. With --parts a second table says where the devices' time goes, by the profiler: each part's share of a
-call of one step, in ms of one device, and the time in which no kernel runs. Its programs have no CUDA graphs, through
+made where they lie. A checkpoint is read for its config.json alone. A row is a step as `serve` has it, where --rounds
+steps are a call, or a chunk of a prompt by `Reader` (reader.py). Its time is the host's, of many calls that each wait
+for the one before. With --parts a second table says where the devices' time goes, by the profiler: each part's share of
+a call of one step, in ms of one device, and the time in which no kernel runs. Its programs have no CUDA graphs, through
 which the profiler does not see.
 """
 
