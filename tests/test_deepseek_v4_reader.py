@@ -1,35 +1,40 @@
 """examples/deepseek_v4/reader.py: chunks of prompts by a program for each kind of layers."""
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek_v4 import common
+from examples.deepseek_v4 import common, devices
 from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.reader import Reader
 
 from .test_deepseek_v4 import CONFIGS, prompts, small
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n, apart", [(1, False), *(pytest.param(2, x, marks=pytest.mark.slow) for x in (False, True))])
 @pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
-def test_chunks(name, devices):
-    """The bits of one program of all layers: logits, and caches, which are donated."""
+def test_chunks(name, n, apart, monkeypatch):
+    """The bits of one program of all layers: logits, and caches, which are donated.
+
+    apart: whether devices share out the tokens of streams, as they do of long chunks. None has those of all then.
+    """
+    monkeypatch.setattr(devices, "FEWEST", 12 // n if apart else 128)
     model, params = small(name)
     tokens, lengths = prompts(3, 36), np.array([21, 4, 30], np.int32)
-    with common.mesh_of(1, devices, data=1) if devices > 1 else contextlib.nullcontext():
-        if devices > 1:
+    with common.mesh_of(1, n, data=1) if n > 1 else contextlib.nullcontext():
+        if n > 1:
             params = jax.device_put(params, model.partition())
         caches, others = (model.cache(3, 40, jnp.float32) for _ in range(2))
         calls = [
             (tokens[:, at : at + 12], np.full(3, at, np.int32), np.minimum(lengths, at + 12)) for at in (0, 12, 24)
         ]
-        if devices > 1:
+        if n > 1:
             calls = jax.device_put(calls, jax.P())
-        whole = jax.jit(model.read, donate_argnums=2, out_shardings=None if devices == 1 else jax.P())
+        whole = jax.jit(model.read, donate_argnums=2, out_shardings=None if n == 1 else jax.P())
         (first, *of_first), before = calls[0], caches
         read = Reader(model, params, first, caches, *of_first)
         for some, *where in calls:
@@ -38,6 +43,8 @@ def test_chunks(name, devices):
             np.testing.assert_array_equal(logits, want)
         jax.tree.map(np.testing.assert_array_equal, caches, others)
         assert all(x.is_deleted() for x in jax.tree.leaves(before) if x.size)
+        own = {int(s) for s in re.findall(r"f32\[3,(\d+),4,64\]", read.as_text())}
+        assert own & {6, 12} == {6 if apart else 12}
 
 
 def test_programs_are_of_kinds():

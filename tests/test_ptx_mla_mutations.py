@@ -13,7 +13,7 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import attention
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.copies import TensorMap
-from interpreter.machine.hazards import Deadlock, Leak, OutOfBounds, Race
+from interpreter.machine.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race
 from tests.planted import (
     KIB,
     MLA_BARRIERS,
@@ -356,6 +356,15 @@ FAULTS = [
         Wrong,
         r"lse is wrong in \d+ of \d+ rows",
         other_numbers_of_rope,
+    ),
+    PlantedFault(
+        "a warpgroup asks for more registers than ptxas left it",
+        FEW_HEADS,
+        Misuse,
+        r"the warps of a CTA ask for 33792 registers, it was launched with 32768",
+        lambda text: edits.replace(
+            text, r"setmaxnreg\.inc\.sync\.aligned\.u32\s+200;", "setmaxnreg.inc.sync.aligned.u32 208;"
+        ),
     ),
     PlantedFault(
         "weights of a few heads without a proxy fence",

@@ -3,6 +3,9 @@
 With shardings alone XLA's partitioner asks for each op of each layer what a device computes, which is then traced and
 lowered again: 639 times in a step of V4-Flash over two devices, two thirds of the time that XLA took to compile it.
 Such a program has an address in its key, too, and no cache on disk serves it.
+
+Between sublayers a device has its own tokens of a long chunk, and makes connections, norms and a router's choice of no
+others. A sublayer then gathers what it is given, and scatters its sum: together as many bytes as a sum for all.
 """
 
 import dataclasses
@@ -14,12 +17,16 @@ import jax
 from jax.sharding import AxisType
 
 from jax_dsv4_fmha import PackedMatrix
-from jax_dsv4_fmha.layers import DSV4Attention
+from jax_dsv4_fmha.layers import DSV4Attention, step_psum
 
+from .layout import scatter
 from .packed import TILE
 
 HEADS = {"wq_b": 1, "wo_a": 0, "wo_b": 0}
 """the axis of heads, or of groups of them, of attention's matrices"""
+
+FEWEST = 128
+"""tokens of a sequence on a device, or all devices have all tokens: sums of few are a kernel's (`step_psum`)"""
 
 
 def is_on_each() -> bool:
@@ -34,6 +41,17 @@ def share(axes: Sequence[str]) -> bool:
     if mesh.empty or set(mesh.axis_types) != {AxisType.Auto}:
         return False
     return 1 < mesh.size == math.prod(mesh.shape[name] for name in axes)
+
+
+def of_tokens(s: int, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes that share out s tokens of each sequence between sublayers: these, or none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axes) if s % (FEWEST * math.prod(mesh.shape[name] for name in axes)) == 0 else ()
+
+
+def summed(y: jax.Array, axes: Sequence[str], apart: tuple[str, ...]) -> jax.Array:
+    """The sum `[b, s, …]` over axes of what devices made: of all tokens, or of a device's own where they are apart."""
+    return scatter(y, apart, 1) if apart else step_psum(y, axes)
 
 
 def own_heads(layer: DSV4Attention, params: Any, axes: Sequence[str]) -> tuple[DSV4Attention, Any]:

@@ -24,8 +24,9 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha.layers import DSV4Attention
 
 from .config import Entries
-from .model import Caches, Forward, Model, norm
+from .model import Caches, Forward, Model
 from .packed import whole
+from .streams import norm
 
 SHARED = ("embed", "head")
 CANDIDATES = (

@@ -1,6 +1,7 @@
 """The places of tokens and parameters on a mesh with axes "data", "context", "tensor" and "expert".
 
-In inference all devices but those of "data" have the same tokens, and share out heads and experts.
+In inference all devices but those of "data" have the same tokens, and share out heads and experts. Of a long chunk they
+share out tokens, too, between sublayers (devices.py).
 
 In training all devices but those of "tensor" have other tokens: "data" and "expert" share out sequences, "context" the
 tokens of each. What has many parameters for a token's work stays where it is, and tokens travel to it within a group,
@@ -101,16 +102,18 @@ def _gathered_back(dtype: Any, spec: P, like: jax.Array, dy: jax.Array) -> tuple
 gathered.defvjp(lambda dtype, spec, x: (gathered(dtype, spec, x), jnp.zeros(0, x.dtype)), _gathered_back)
 
 
-def gather(rows: Any, axes: tuple[str, ...] = GROUP) -> Any:
-    """In `jax.shard_map`: arrays of the rows of all devices along axes."""
+def gather(rows: Any, axes: tuple[str, ...] = GROUP, of: int = 0) -> Any:
+    """In `jax.shard_map`: arrays of the rows of all devices along axes; `of`: the axis of an array that has rows."""
     if not (several := _several(axes)):
         return rows
-    return checkpoint_name(jax.lax.all_gather(rows, several, tiled=True), GATHERED)
+    return checkpoint_name(jax.lax.all_gather(rows, several, axis=of, tiled=True), GATHERED)
 
 
-def scatter(rows: jax.Array, axes: tuple[str, ...] = GROUP) -> jax.Array:
+def scatter(rows: jax.Array, axes: tuple[str, ...] = GROUP, of: int = 0) -> jax.Array:
     """In `jax.shard_map`: sums the devices' arrays along axes, and gives each device its own rows of the sum."""
-    return jax.lax.psum_scatter(rows, several, tiled=True) if (several := _several(axes)) else rows
+    if not (several := _several(axes)):
+        return rows
+    return jax.lax.psum_scatter(rows, several, scatter_dimension=of, tiled=True)
 
 
 def looked_up(embed: jax.Array, tokens: jax.Array) -> jax.Array:

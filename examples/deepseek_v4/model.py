@@ -35,7 +35,6 @@ from jax_dsv4_fmha.layers import (
     Shared,
     from_config,
     step_product,
-    step_psum,
     unzigzag,
 )
 from jax_dsv4_fmha.layers import zigzag as zigzagged
@@ -47,7 +46,7 @@ from .exact import exact_product, split
 from .layout import ALL, GROUP, SPLIT, gather, rows_of, scatter, within
 from .packed import Packed, in_file, of_data, one_matrix, product
 from .sinkhorn import doubly_stochastic
-from .streams import Streams, joined, means_of, projected
+from .streams import Streams, joined, means_of, norm, projected
 
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
@@ -297,8 +296,8 @@ class Model:
         return Forward(self.logits(params, x if at is None else x.at(at)), outputs, means_of(seen))
 
     def through(
-        self, run: Callable[..., Any], params: Any, x: "Streams", rows: Mapping[int, jax.Array], caches: Sequence[Any]
-    ) -> tuple["Streams", list[Output], list["Streams"]]:
+        self, run: Callable[..., Any], params: Any, x: Streams, rows: Mapping[int, jax.Array], caches: Sequence[Any]
+    ) -> tuple[Streams, list[Output], list[Streams]]:
         """All layers by run(layer, parameters, of_layer, streams, cache, shared): the streams after them, attention's
         outputs, and the streams that drafts see.
         """
@@ -315,22 +314,25 @@ class Model:
         layer: DSV4Attention,
         p: Any,
         of_layer: "OfLayer",
-        x: "Streams",
+        x: Streams,
         tokens: jax.Array,
         cache: Any,
         shared: Shared,
         attend: Callable[..., Output],
-    ) -> tuple["Streams", "Streams", Output]:
+    ) -> tuple[Streams, Streams, Output]:
         """A layer: the streams before it, with what an engram recalls, and after it; attention's output."""
         before = self.reminded(p, of_layer, x)
         block = functools.partial(self.block, layer, attend=attend)
         given = p, OfLayer(of_layer.routing), before, tokens, cache, shared
         if cache is not None and devices.share(SPLIT):
-            specs = self._partition_layer(layer, p), *[P()] * (len(given) - 1)
-            block = jax.shard_map(block, in_specs=specs, out_specs=P(), check_vma=False)
+            block = functools.partial(block, apart=(apart := devices.of_tokens(tokens.shape[1], SPLIT)))
+            own = P(None, apart)
+            of_given = self._partition_layer(layer, p), P(), own, own, P(), P()
+            of_made = own, Output(own, P(), P(), P()), P()
+            block = jax.shard_map(block, in_specs=of_given, out_specs=of_made, check_vma=False)
         return before, *block(*given)[:2]
 
-    def embedded(self, y: jax.Array) -> "Streams":
+    def embedded(self, y: jax.Array) -> Streams:
         """The streams before the first layer, of the tokens' rows `[b, s, hidden]` of the embedding."""
         x = jnp.zeros((*y.shape[:2], self.streams, self.hidden), y.dtype)
         post, mix = jnp.ones(x.shape[:3]), jnp.zeros((*x.shape[:3], self.streams))
@@ -340,7 +342,7 @@ class Model:
         """The arrays of layer i beside its parameters, with the rows of engrams' tables by layer."""
         return OfLayer(params["routing"][i], params["tables"][str(i)] if i in rows else None, rows.get(i))
 
-    def reminded(self, p: Any, of_layer: "OfLayer", streams: "Streams") -> "Streams":
+    def reminded(self, p: Any, of_layer: "OfLayer", streams: Streams) -> Streams:
         """The streams before a layer with parameters p, and what its engram recalls, if it has one."""
         if of_layer.rows is None:
             return streams
@@ -352,32 +354,37 @@ class Model:
         layer: DSV4Attention,
         p: Any,
         of_layer: "OfLayer",
-        streams: "Streams",
+        streams: Streams,
         tokens: jax.Array,
         cache: Any,
         shared: Shared,
         attend: Callable[..., Output],
-    ) -> tuple["Streams", Output, jax.Array]:
-        """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got."""
+        apart: tuple[str, ...] = (),
+    ) -> tuple[Streams, Output, jax.Array]:
+        """A layer with parameters p: the streams after it; attention's output; how many tokens each expert got.
+
+        apart: axes of a mesh whose devices have other tokens of the streams.
+        """
         is_trained = cache is None
         of = self.before(p["attention_hc"], p["attention_norm"], streams, is_trained)
         if devices.is_on_each():
-            out = attend(*devices.own_heads(layer, p["attention"], SPLIT), of.z, cache, shared)
-            out = out._replace(y=step_psum(out.y, SPLIT))
+            z = gather(of.z, apart, 1)
+            out = attend(*devices.own_heads(layer, p["attention"], SPLIT), z, cache, shared)
+            out = out._replace(y=devices.summed(out.y, SPLIT, apart))
         else:
             out = attend(layer, p["attention"], of.z, cache, shared)
         streams = Streams(of.x, out.y, of.post, of.mix, of.pre)
         of = self.before(p["moe_hc"], p["moe_norm"], streams, is_trained)
-        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, is_trained)
+        y, load = self.moe(p["moe"], of_layer.routing, of.z, tokens, is_trained, apart)
         return Streams(of.x, y, of.post, of.mix, of.pre), out, load
 
     @jax.named_scope("head")
-    def logits(self, params: Any, streams: "Streams") -> jax.Array:
+    def logits(self, params: Any, streams: Streams) -> jax.Array:
         """float32 `[b, s, vocabulary]`."""
         x = self.last(params, streams)
         return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
 
-    def last(self, params: Any, streams: "Streams") -> jax.Array:
+    def last(self, params: Any, streams: Streams) -> jax.Array:
         """The streams after the last layer as one, normed, `[b, s, hidden]`: what the head multiplies."""
         x, pre, eps = streams.after(), streams.pre, self.layers[0].eps
         if not self.delayed:
@@ -388,7 +395,7 @@ class Model:
     # ---- hyper-connections
 
     @jax.named_scope("connections")
-    def before(self, p: Any, weight: jax.Array, streams: "Streams", is_trained: bool) -> HyperConnection:
+    def before(self, p: Any, weight: jax.Array, streams: Streams, is_trained: bool) -> HyperConnection:
         """The streams before a sublayer with connections p, and what it is given, normed with this weight."""
         x, y, post, mix, pre = streams
         eps, taken = self.layers[0].eps, pre if self.delayed else None
@@ -416,13 +423,20 @@ class Model:
 
     @jax.named_scope("moe")
     def moe(
-        self, p: Any, routing: jax.Array, x: jax.Array, tokens: jax.Array, is_trained: bool
+        self,
+        p: Any,
+        routing: jax.Array,
+        x: jax.Array,
+        tokens: jax.Array,
+        is_trained: bool,
+        apart: tuple[str, ...] = (),
     ) -> tuple[jax.Array, jax.Array]:
         """The routed experts and the shared one of x `[b, s, hidden]`; and how many tokens each routed one got.
 
-        is_trained: whether there may be a gradient, which a step's products by kernels have not.
+        is_trained: whether there may be a gradient, which a step's products by kernels have not. apart: as of `block`.
         """
         weights, chosen = self.routed(p["gate"], routing, x, tokens)
+        x, weights, chosen = gather((x, weights, chosen), apart, 1)
         load = (chosen[..., None] == jnp.arange(self.experts)).sum((0, 1, 2))  # a scatter's would wait in a row
         matrices = {name: p[name] for name in ("w13", "w2", "shared13", "shared2")}
 
@@ -434,20 +448,20 @@ class Model:
             return of_all(matrices, 0, x, weights, chosen), load
 
         def inferred(matrices: Any, *of_tokens: jax.Array) -> jax.Array:
-            return step_psum(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT)
+            return devices.summed(of_all(matrices, jax.lax.axis_index("expert"), *of_tokens), SPLIT, apart)
 
         if devices.is_on_each():
             return inferred(matrices, x, weights, chosen), load
         rows, specs = rows_of(x, is_trained), self._partition_moe(is_trained)
         of_weights = {name: spec_of(w, specs[name]) for name, w in matrices.items()}
-        apart, alike = within(rows)
+        others, alike = within(rows)
 
         def trained(matrices: Any, *of_tokens: jax.Array) -> jax.Array:
             of_tokens = jax.lax.pcast(of_tokens, alike, to="varying")  # or their gradients would not be summed
             matrices = jax.lax.pcast(matrices, "data", to="varying") if rows[0] else matrices
-            of_tokens = gather(of_tokens, apart)
+            of_tokens = gather(of_tokens, others)
             y = jax.lax.psum(of_all(matrices, jax.lax.axis_index(GROUP), *of_tokens), alike)
-            return scatter(y, apart)
+            return scatter(y, others)
 
         given = of_weights, rows, rows, rows
         run = jax.shard_map(trained if is_trained else inferred, in_specs=given, out_specs=rows, check_vma=is_trained)
@@ -663,11 +677,6 @@ def on_own_tokens(f: Callable[[jax.Array], jax.Array], x: jax.Array, is_trained:
         return f(x)
     rows = rows_of(x, is_trained)
     return jax.shard_map(f, in_specs=rows, out_specs=rows)(x)
-
-
-def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps) * weight).astype(x.dtype)
 
 
 def in_three(gate: jax.Array) -> jax.Array:

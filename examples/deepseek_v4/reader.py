@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from . import devices
+from .layout import SPLIT
 from .model import Caches, Model, OfLayer, Shared, count_of, reading
 from .streams import Streams, means_of
 
@@ -24,9 +26,19 @@ BEFORE, AFTER = ("embed", "words"), ("hc", "norm", "head")
 """the parameters that are used before the first layer, and after the last"""
 
 
+def shapes(where: Any, results: Any) -> Any:
+    """The shapes of results, with these shardings, of which one may be of several results. None is no sharding."""
+
+    def placed(where: Any, results: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), results)
+
+    return jax.tree.map(placed, where, results, is_leaf=lambda x: x is None)
+
+
 class Reader:
     """`Model.read` of a model, compiled for operands of some shapes. It donates the caches. Its results lie whole on
-    every device of a mesh, as caches do that `Model.cache` makes.
+    every device of a mesh, as caches do that `Model.cache` makes. Between programs a device has its own tokens of the
+    streams, where `devices.of_tokens` says so.
 
     Examples:
       >>> import jax
@@ -45,8 +57,10 @@ class Reader:
     ) -> None:
         """Compiles the programs for such operands, or for what has their shapes and shardings; options: XLA's."""
         mesh = jax.sharding.get_mesh()
-        everywhere = None if mesh.empty else NamedSharding(mesh, P())
-        how: dict[str, Any] = {"out_shardings": everywhere, "compiler_options": options or None}
+        apart = devices.of_tokens(tokens.shape[1], SPLIT) if devices.share(SPLIT) else ()
+        specs = P(), P(None, apart)
+        everywhere, own = (None if mesh.empty else NamedSharding(mesh, spec) for spec in specs)
+        of_results = {self._begin: (own, everywhere, everywhere), self._end: everywhere}
         made: dict[Any, tuple[Any, Any]] = {}
         self.model, order, began = model, [], time.perf_counter()
 
@@ -57,9 +71,10 @@ class Reader:
             if key not in made:
                 program = lambda *given: f(*given)  # noqa: E731
                 program.__name__ = f"chunk_{len(made)}"  # a profile tells programs apart by their names
+                where = of_results.get(f, (own, own, everywhere))
+                how: dict[str, Any] = {"out_shardings": where, "compiler_options": options or None}
                 lowered = jax.jit(program, donate_argnums=0, **how).lower(*given)
-                shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)  # noqa: E731
-                made[key] = pool.submit(lowered.compile), jax.tree.map(shape, lowered.out_info)
+                made[key] = pool.submit(lowered.compile), shapes(where, lowered.out_info)
             order.append(key)
             return made[key][1]
 

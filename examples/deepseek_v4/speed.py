@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax_dsv4_fmha.layers import STEP_OPTIONS, Shared
 
 from . import common, stand_in
-from .model import Model, Streams
+from .model import Model
+from .streams import Streams
 
 FLASH = {
     "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,

@@ -1,4 +1,4 @@
-"""The residual streams of a model with hyper-connections, and how sublayers take them in."""
+"""The n residual streams of each token, which hyper-connections take into a sublayer and carry past it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,6 +43,11 @@ def means_of(seen: Sequence[Streams]) -> jax.Array | None:
     after = [x.after() for x in seen]
     means = [x.mean(2, dtype=jnp.float32).astype(x.dtype) for x in after]
     return jnp.concatenate(means, -1) if means else None
+
+
+def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps) * weight).astype(x.dtype)
 
 
 def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:

@@ -28,9 +28,10 @@ from . import cluster, common, head, layout, lora
 from . import save as saving
 from .data import Batches, Row, rows_of
 from .metrics import Log, Step, recall
-from .model import FIXED, Model, Streams
+from .model import FIXED, Model
 from .packed import is_packed
 from .states import States
+from .streams import Streams
 
 ATTENTION, EXPERTS, PARAMETERS = ("dsv4_fmha_o", "dsv4_fmha_lse"), ("dsv4_fmha_gates", layout.GATHERED), "parameters"
 """names of what a layer makes, for policies"""

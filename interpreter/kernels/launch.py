@@ -137,6 +137,7 @@ def machine(
         events=memory.events,
         tensor_maps=maps,
         cluster_size=kernel.facts["cluster"],
+        registers=kernel.facts["registers"],
         seed=seed,
         record=record,
     )

@@ -48,8 +48,8 @@ def trap(i: Instruction, d: Decoder) -> Step:
 
 @instruction("setmaxnreg")
 def registers(i: Instruction, d: Decoder) -> Step:
-    """The registers that a CTA's warps ask for must fit those it was launched with: for every thread an even share of
-    64 Ki, in eights. On an H200 a warp that asks for more waits for ever.
+    """The registers that a CTA's warps ask for must fit those it was launched with. On an H200 a warp that asks for
+    more waits for ever.
     """
     i.only("inc", "dec", "sync", "aligned", "u32")
     count = d.immediate(i.args[0])
@@ -61,7 +61,7 @@ def registers(i: Instruction, d: Decoder) -> Step:
         w.extra["registers"] = count
         total = sum(32 * x.extra.get("registers", 0) for x in w.cta.warps)
         threads = 32 * w.cta.warp_total
-        there_are = 65536 // threads // 8 * 8 * threads
+        there_are = w.cta.machine.registers * threads
         if total > there_are:
             raise Misuse(f"the warps of a CTA ask for {total} registers, it was launched with {there_are}")
 

@@ -545,6 +545,7 @@ class Machine:
         events: list[Event],
         tensor_maps: dict[int, Any] | None = None,
         cluster_size: int | Sequence[int] | None = None,
+        registers: int | None = None,
         seed: int = 0,
         record: bool = False,
         rules: Collection[Rule] = MANUAL,
@@ -567,6 +568,8 @@ class Machine:
         self.program, self.params, self.memory = program, np.frombuffer(params, np.uint8), memory
         self.tensor_maps = tensor_maps or {}
         self.smem_bytes = smem_bytes
+        self.registers = registers or 65536 // self.threads // 8 * 8
+        """of a thread at launch: as ptxas compiled the kernel, if that is known, or an even share of an SM's"""
         self.events = events
         self.rules = frozenset(rules)  # of the manual that are checked
         self.remarks: set[str] = set()  # what breaks a rule that is not, where that is seen
