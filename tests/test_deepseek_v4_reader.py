@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from examples.deepseek_v4 import common, devices
+from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.reader import Reader
+from examples.serving import Request, Server
 
-from .test_deepseek_v4 import CONFIGS, prompts, small
+from .test_deepseek_v4 import CONFIGS, prompts, random, small
 
 
 @pytest.mark.parametrize("n, apart", [(1, False), *(pytest.param(2, x, marks=pytest.mark.slow) for x in (False, True))])
@@ -67,3 +69,26 @@ def test_shapes_are_those_of_the_compiled_programs():
     read = Reader(model, params, prompts(1, 8), model.cache(1, 16, jnp.float32), *at)
     with pytest.raises(TypeError, match="int32"):
         read(params, prompts(1, 9), model.cache(1, 16, jnp.float32), *at)
+
+
+@pytest.mark.parametrize(
+    "name, drafts", [("v4", 0), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("v4", "v4.1"))]
+)
+def test_served(name, drafts):
+    """Requests, some of which begin alike, say what they say where a chunk is one program; and pages are not copied."""
+    model, params = random(DSpark.from_config(CONFIGS[name])) if drafts else small(name)
+    rng, beginning, said = np.random.default_rng(0), np.arange(34, dtype=np.int32), []
+    ends = [rng.integers(0, 64, n, np.int32) for n in (5, 5, 12)]
+    how = {"chunk": 16, "page": 16, "pages": 6, "speculate": drafts, "readers": 2}
+    for reader in (None, Reader):
+        server = Server(model, model.joined(params), jnp.float32, 2, 64, **how, reader=reader)
+        server.compile()
+        pools = [x.unsafe_buffer_pointer() for x in server.caches.pools()]
+        requests = [Request(np.r_[beginning, end], 6, 0.0) for end in ends]
+        for request in requests:
+            server.submit(request)
+        while not server.is_idle:
+            server.work()
+        said.append([request.said for request in requests])
+        assert server.shared >= 32 and [x.unsafe_buffer_pointer() for x in server.caches.pools()] == pools
+    assert said[0] == said[1] and all(len(x) == 6 for x in said[0])

@@ -20,10 +20,11 @@ from examples.serving.request import short
 from jax_dsv4_fmha import Cache
 
 from . import stand_in
+from .caches import Caches
 from .checkpoint import read_json
 from .config import text_of
 from .drafts import DSpark
-from .model import Caches, Model
+from .model import Model
 from .weights import load
 
 LONGEST_CHARACTER = 32

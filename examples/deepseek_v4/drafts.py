@@ -13,7 +13,7 @@ read here: as many drafts as a step has room for are verified.)
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha.layers import DSV4Attention
+from jax_dsv4_fmha.layers import DSV4Attention, LayerCache
 
+from .caches import Caches
 from .config import Entries
-from .model import Caches, Forward, Model
+from .model import Forward, Model
 from .packed import whole
 from .streams import norm
 
@@ -111,12 +112,15 @@ class DSpark:
         return out.logits, self._after(params, out, caches, after, "step", start, lengths)
 
     def _after(self, params: Any, out: Forward, before: Caches, after: Caches, method: str, start: Any, lengths: Any):
-        p = params["drafts"]
-        main, kept = norm(out.means @ whole(p["main"], out.means.dtype), p["main_norm"], self.stack.layers[0].eps), []
-        for layer, own, cache in zip(self.stack.layers, p["layers"], before.drafts, strict=True):
+        return after._replace(drafts=self.kept(params["drafts"], out.means, before.drafts, method, start, lengths))
+
+    def kept(self, p: Any, means: Any, caches: Sequence[LayerCache], method: str, start: Any, lengths: Any) -> Any:
+        """The caches of drafts with the latents of tokens, whose streams have these means; p: parameters of drafts."""
+        main, kept = norm(means @ whole(p["main"], means.dtype), p["main_norm"], self.stack.layers[0].eps), []
+        for layer, own, cache in zip(self.stack.layers, p["layers"], caches, strict=True):
             made = getattr(layer, method)(own["attention"], main, cache, start=start, lengths=lengths)
             kept.append(made.cache)  # XLA leaves out what only made.y needs
-        return after._replace(drafts=kept)
+        return kept
 
     def propose(self, params: Any, token: jax.Array, caches: Caches, lengths: jax.Array) -> tuple[jax.Array, Caches]:
         """Drafts int32 `[b, block]` of what follows `token` `[b]`, the one after the `lengths` tokens that are cached.

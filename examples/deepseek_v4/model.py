@@ -40,6 +40,7 @@ from jax_dsv4_fmha.layers import (
 from jax_dsv4_fmha.layers import zigzag as zigzagged
 
 from . import devices
+from .caches import Caches
 from .config import Entries
 from .engram import BLOCK, Engrams, History, recalled
 from .exact import exact_product, split
@@ -56,35 +57,6 @@ FUSED = (4096, jnp.bfloat16)
 GPU"""
 SCORES = ("sqrtsoftplus", "sigmoid")
 """of routers, by the names that configs have for them"""
-
-
-class Caches(NamedTuple):
-    """The caches that a model keeps of its sequences. All have the same places and the same table of pages."""
-
-    layers: Sequence[LayerCache]
-    history: History | None = None
-    """of words, for engrams"""
-    drafts: Sequence[LayerCache] = ()
-    """of the layers for drafts (drafts.py)"""
-
-    def with_block_table(self, table: jax.Array) -> "Caches":
-        return self._each(lambda cache: cache.with_block_table(table))
-
-    def rings(self) -> "Caches":
-        """The caches without those in pages: see `LayerCache.rings`."""
-        return self._each(lambda cache: cache.rings())
-
-    def take(self, places: jax.Array) -> "Caches":
-        """The caches of some places alone: see `LayerCache.take`."""
-        return self._each(lambda cache: cache.take(places))
-
-    def put(self, places: jax.Array, taken: "Caches") -> "Caches":
-        """The caches of all places with what came of those."""
-        is_one = lambda x: isinstance(x, LayerCache | History)  # noqa: E731
-        return jax.tree.map(lambda cache, new: cache.put(places, new), self, taken, is_leaf=is_one)
-
-    def _each(self, f: Callable[[Any], Any]) -> "Caches":
-        return jax.tree.map(f, self, is_leaf=lambda x: isinstance(x, LayerCache | History))
 
 
 @dataclasses.dataclass(frozen=True)

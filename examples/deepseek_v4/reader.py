@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import devices
+from .caches import Caches
+from .drafts import DSpark
 from .layout import SPLIT
-from .model import Caches, Model, OfLayer, Shared, count_of, reading
+from .model import Model, OfLayer, Shared, count_of, reading
 from .streams import Streams, means_of
 
 BEFORE, AFTER = ("embed", "words"), ("hc", "norm", "head")
@@ -36,7 +38,7 @@ def shapes(where: Any, results: Any) -> Any:
 
 
 class Reader:
-    """`Model.read` of a model, compiled for operands of some shapes. It donates the caches. Its results lie whole on
+    """`read` of a model, compiled for operands of some shapes. It donates the caches. Its results lie whole on
     every device of a mesh, as caches do that `Model.cache` makes. Between programs a device has its own tokens of the
     streams, where `devices.of_tokens` says so.
 
@@ -53,16 +55,18 @@ class Reader:
     """
 
     def __init__(
-        self, model: Model, params: Any, tokens: Any, caches: Caches, start: Any, lengths: Any, **options: str
+        self, model: Model | DSpark, params: Any, tokens: Any, caches: Caches, start: Any, lengths: Any, **options: str
     ) -> None:
         """Compiles the programs for such operands, or for what has their shapes and shardings; options: XLA's."""
         mesh = jax.sharding.get_mesh()
         apart = devices.of_tokens(tokens.shape[1], SPLIT) if devices.share(SPLIT) else ()
         specs = P(), P(None, apart)
         everywhere, own = (None if mesh.empty else NamedSharding(mesh, spec) for spec in specs)
-        of_results = {self._begin: (own, everywhere, everywhere), self._end: everywhere}
+        of_results = {self._begin: (own, everywhere, everywhere), self._end: everywhere, self._drafts: everywhere}
         made: dict[Any, tuple[Any, Any]] = {}
-        self.model, order, began = model, [], time.perf_counter()
+        self.drafts = model if isinstance(model, DSpark) else None
+        self.model = model.model if isinstance(model, DSpark) else model
+        order, began = [], time.perf_counter()
 
         def compiled(f: Callable[..., Any], *given: Any) -> Any:
             """The shapes of the results of f, whose program is now one more in the order of calls."""
@@ -73,7 +77,8 @@ class Reader:
                 program.__name__ = f"chunk_{len(made)}"  # a profile tells programs apart by their names
                 where = of_results.get(f, (own, own, everywhere))
                 how: dict[str, Any] = {"out_shardings": where, "compiler_options": options or None}
-                lowered = jax.jit(program, donate_argnums=0, **how).lower(*given)
+                how["donate_argnums"] = 0 if jax.tree.leaves(given[0]) else ()
+                lowered = jax.jit(program, **how).lower(*given)
                 made[key] = pool.submit(lowered.compile), shapes(where, lowered.out_info)
             order.append(key)
             return made[key][1]
@@ -90,10 +95,9 @@ class Reader:
     def __call__(
         self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        """Does what `Model.read` does."""
+        """Does what the model's `read` does."""
         calls = iter(self._calls)
-        out, caches = self._through(lambda _, *given: next(calls)(*given), params, tokens, caches, start, lengths)
-        return out[0][:, 0], caches
+        return self._through(lambda _, *given: next(calls)(*given), params, tokens, caches, start, lengths)
 
     def as_text(self) -> str:
         """The compiled programs, one after another."""
@@ -102,7 +106,7 @@ class Reader:
     def _through(
         self, call: Callable[..., Any], params: Any, tokens: Any, caches: Caches, start: Any, lengths: Any
     ) -> tuple[Any, Caches]:
-        """All programs in their order, by call(function, what is donated, operands…): `_end`'s results, and caches."""
+        """All programs in their order, by call(function, what is donated, operands…): logits, and caches."""
         before, after = ({name: params[name] for name in names if name in params} for names in (BEFORE, AFTER))
         of_chunk = tokens, start, lengths
         x, rows, history = call(self._begin, caches.history, before, *of_chunk)
@@ -112,7 +116,9 @@ class Reader:
             return call(kinds[layer], cache, p, of_layer, x, shared, *of_chunk)
 
         x, outputs, seen = self.model.through(run, params, x, rows, caches.layers)
-        return call(self._end, None, after, x, seen, *of_chunk), Caches([out.cache for out in outputs], history)
+        logits, means = call(self._end, None, after, x, seen, *of_chunk)
+        drafts = call(self._drafts, caches.drafts, params["drafts"], means, *of_chunk) if self.drafts else ()
+        return logits, Caches([out.cache for out in outputs], history, drafts)
 
     # ---- what is compiled
 
@@ -129,4 +135,8 @@ class Reader:
 
     def _end(self, _: None, params: Any, x: Streams, seen: list[Streams], tokens: Any, start: Any, lengths: Any) -> Any:
         last = jnp.maximum(count_of(tokens, start, lengths) - 1, 0)
-        return self.model.logits(params, x.at(last)), means_of(seen)
+        return self.model.logits(params, x.at(last))[:, 0], means_of(seen)
+
+    def _drafts(self, caches: Any, params: Any, means: jax.Array, _: Any, start: Any, lengths: Any) -> Any:
+        assert self.drafts is not None
+        return self.drafts.kept(params, means, caches, "__call__", start, lengths)

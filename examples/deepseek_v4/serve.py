@@ -3,7 +3,8 @@
 Every line is a request, in words or, without a tokenizer.json, in numbers of tokens. Requests come and go in the places
 of a batch: `Server` of examples/serving reads prompts in chunks, between steps in which every place says a token, and
 hands out the pages of the caches. What a request says is printed as it comes. The whole model is one jitted step whose
-caches are updated in place. With `--port` requests come by HTTP instead (endpoint.py).
+caches are updated in place; a chunk has a program for each kind of layers (reader.py). With `--port` requests come by
+HTTP instead (endpoint.py).
 """
 
 import argparse
@@ -28,6 +29,7 @@ from examples.serving.request import integer
 
 from . import common
 from .drafts import DSpark
+from .reader import Reader
 
 PACKED_D = 512  # of an entry in FP8 or FP4
 ROUNDS = 4
@@ -142,8 +144,9 @@ def served(
         params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
         model = model.with_precision(precision)
         params = model.joined(params)
-        how = {"speculate": speculate, "readers": readers, "prefixes": prefixes, "rounds": rounds}
-        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, progress=progress, **how)
+        how: dict[str, Any] = {"speculate": speculate, "readers": readers, "prefixes": prefixes, "rounds": rounds}
+        how |= {"progress": progress, "reader": Reader}
+        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         a_token, a_place = common.bytes_a_token(server.caches, pages * page)
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha.layers import STEP_OPTIONS
 
 from . import common, speed, stand_in
-from .model import Caches, Model
+from .caches import Caches
+from .model import Model
 from .parts import NO_GRAPHS, of_calls
 from .reader import Reader
 from .serve import ROUNDS, progress

@@ -5,6 +5,7 @@ it: the device itself keeps the last token of each place, and how many tokens it
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,8 @@ class Programs:
       rounds: steps of a call.
       own_drafts: whether drafts are the model's own, and not the host's.
       prefixes: how many are kept, at most.
+      reader: makes of the model and operands what is called in place of `model.read`, apart from all else that a chunk
+        takes; None is one program.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Programs:
         own_drafts: bool,
         prefixes: int,
         rounds: int,
+        reader: Callable[..., Callable[..., Any]] | None = None,
     ) -> None:
         b, pages = table
         numbers = jnp.full(table, -1, jnp.int32), *(jnp.zeros(b, jnp.int32) for _ in range(2))
@@ -126,11 +130,14 @@ class Programs:
             which = jnp.where((call.most > 0)[:, None] & (call.pages >= 0), which, pages)
             return table.at[call.place[:, None], which].set(call.pages, mode="drop")
 
-        def read(parameters: Any, state: State, packed: jax.Array) -> tuple[jax.Array, State]:
+        def before(state: State, packed: jax.Array) -> tuple[Call, Any, jax.Array]:
+            """A chunk's call, the caches of its places, and the table of pages."""
             call = Call.unpacked(packed, chunk)
             table = entered(call, state.table)
             own = state.caches.take(call.place).with_block_table(table[call.place])
-            logits, own = model.read(parameters, call.tokens, own, call.start, call.most)
+            return call, own, table
+
+        def after(state: State, own: Any, call: Call, logits: jax.Array) -> tuple[jax.Array, State]:
             chosen = choose(logits[:, None], call.most[:, None], call.temperature, call.top_p, call.seed)
             at = jnp.where(call.most > 0, call.place, b)
             numbers = (state.cached, call.most), (state.last, chosen[:, 0]), (state.drafts, -1)
@@ -139,7 +146,12 @@ class Programs:
             kept, slot = state.kept, jnp.where(call.slot >= 0, call.slot, prefixes)
             kept = kept.put(slot, own.rings()) if prefixes else None
             found = jnp.concatenate([one, none, chosen], 1)[:, None]
-            return found, State(table, *numbers, state.caches.put(at, own), kept)
+            return found, State(state.table, *numbers, state.caches.put(at, own), kept)
+
+        def read(parameters: Any, state: State, packed: jax.Array) -> tuple[jax.Array, State]:
+            call, own, table = before(state, packed)
+            logits, own = model.read(parameters, call.tokens, own, call.start, call.most)
+            return after(state._replace(table=table), own, call, logits)
 
         def say(parameters: Any, state: State, packed: jax.Array) -> tuple[jax.Array, State]:
             call = Call.unpacked(packed, 0 if own_drafts else ahead - 1)
@@ -177,9 +189,37 @@ class Programs:
             caches = state.caches.put(place, state.kept.take(slot))
             return state._replace(table=state.table.at[place].set(row, mode="drop"), caches=caches)
 
-        self.read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
+        if reader is None:
+            self.read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
+        else:
+            everywhere = None if jax.sharding.get_abstract_mesh().empty else jax.sharding.PartitionSpec()
+            enter = jax.jit(before, out_shardings=everywhere)
+            of_rest = where._replace(caches=where.caches.with_pools([None] * len(caches.pools())))
+            leave = jax.jit(after, donate_argnums=0, out_shardings=(None, of_rest))
+            self.read = in_parts(enter, functools.partial(reader, model), leave)
         self.say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)
         self.begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
+
+
+def in_parts(before: Callable[..., Any], reader: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+    """A chunk by several programs, which the host starts one after another: those of `reader` between two others, which
+    are not given pools of pages.
+    """
+    made: list[Callable[..., Any]] = []
+
+    def read(parameters: Any, state: State, packed: np.ndarray) -> tuple[jax.Array, State]:
+        pools = state.caches.pools()
+        empty, none = [np.zeros((0, *x.shape[1:]), x.dtype) for x in pools], [None] * len(pools)
+        call, own, table = before(state._replace(caches=state.caches.with_pools(empty)), packed)
+        given = parameters, call.tokens, own.with_pools(pools), call.start, call.most
+        if not made:
+            made.append(reader(*given))
+        logits, own = made[0](*given)
+        state = state._replace(table=table, caches=state.caches.with_pools(none))
+        found, state = after(state, own.with_pools(none), call, logits)
+        return found, state._replace(caches=state.caches.with_pools(own.pools()))
+
+    return read
 
 
 def accepted(tokens: jax.Array, start: jax.Array, lengths: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -57,6 +57,8 @@ class Server:
         tokens in vain after the end of its request, and a prompt that comes waits for as many steps.
       speculate: drafts of a place in a step, at most: the model's own, or what came after the same tokens before in
         the same request.
+      reader: makes of the model and operands what is called in place of `read`, which is a part of one program
+        otherwise. The caches have `pools()` and `with_pools(pools)` then: see examples/deepseek_v4/reader.py.
       seed: from which requests that have none get one.
       progress: called with what is compiled and read before the first request, and how long it took.
 
@@ -80,6 +82,7 @@ class Server:
         readers: int = 1,
         prefixes: int = 64,
         rounds: int = 1,
+        reader: Callable[..., Any] | None = None,
     ) -> None:
         sizes = {"places": places, "room": room, "chunk": chunk, "page": page, "pages": pages}
         sizes |= {"readers": readers, "rounds": rounds}
@@ -132,7 +135,7 @@ class Server:
         cache = {"page_tokens": page, "pages": pages, "steps": self.ahead}
         caches = model.cache(b, room, dtype, block_table=np.full_like(self.pages.table, -1), **cache)
         self.programs = Programs(
-            model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts, prefixes, rounds
+            model, caches, self.pages.table.shape, page, chunk, self.ahead, own_drafts, prefixes, rounds, reader
         )
         self.state = self.programs.state
         self._alone = jax.jit(lambda parameters, tokens: model(parameters, tokens)[0].argmax(-1))
