@@ -25,7 +25,6 @@ from examples.deepseek_v4 import (
     choices,
     common,
     data,
-    devices,
     engram,
     load,
     metrics,
@@ -224,27 +223,6 @@ def test_shards(name, shape):
     if name == "v4":
         w13 = got[2]["layers"][1]["moe"]["w13"]
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 2, 32 // tensor, 64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, shape", [("v4", (1, 2)), ("v4", (2, 2)), ("v4.1", (2, 1))])
-def test_devices_share_out_the_tokens_of_a_chunk(name, shape, monkeypatch):
-    """Where each has enough of them: no device has the streams of all, and numbers are those of one device."""
-    model, params = small(name)
-    operands = prompts(2, 24, 4), np.int32(0), np.array([24, 17], np.int32)
-
-    def read(params):
-        return jax.jit(lambda params: model.read(params, operands[0], model.cache(2, 32, jnp.float32), *operands[1:]))
-
-    want = read(params)(params)
-    monkeypatch.setattr(devices, "FEWEST", 6)
-    with common.mesh_of(*shape, data=1) as mesh:
-        params = jax.tree.map(lambda x, p: jax.device_put(x, NamedSharding(mesh, p)), params, model.partition())
-        compiled = read(params).lower(params).compile()
-        got = compiled(params)
-    streams = re.findall(r"= f32\[2,(\d+),4,64\]", compiled.as_text())
-    assert str(24 // mesh.size) in streams and "24" not in streams
-    jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, want)
 
 
 def test_speed_s_parameters_in_a_checkpoint_s_form():

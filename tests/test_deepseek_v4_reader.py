@@ -1,12 +1,14 @@
-"""examples/deepseek_v4/reader.py: chunks of prompts by a program for each kind of layers."""
+"""Chunks of prompts in examples/deepseek_v4: by a program for each kind of layers (reader.py), and over devices."""
 
 import contextlib
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from examples.deepseek_v4 import common, devices
 from examples.deepseek_v4.drafts import DSpark
@@ -14,7 +16,7 @@ from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.reader import Reader
 from examples.serving import Request, Server
 
-from .test_deepseek_v4 import CONFIGS, prompts, random, small
+from .test_deepseek_v4 import CONFIGS, assert_close, prompts, random, small
 
 
 @pytest.mark.parametrize("n, apart", [(1, False), *(pytest.param(2, x, marks=pytest.mark.slow) for x in (False, True))])
@@ -47,6 +49,27 @@ def test_chunks(name, n, apart, monkeypatch):
         assert all(x.is_deleted() for x in jax.tree.leaves(before) if x.size)
         own = {int(s) for s in re.findall(r"f32\[3,(\d+),4,64\]", read.as_text())}
         assert own & {6, 12} == {6 if apart else 12}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, shape", [("v4", (1, 2)), ("v4", (2, 2)), ("v4.1", (2, 1))])
+def test_devices_share_out_the_tokens_of_a_chunk(name, shape, monkeypatch):
+    """Where each has enough of them: no device has the streams of all, and numbers are those of one device."""
+    model, params = small(name)
+    operands = prompts(2, 24, 4), np.int32(0), np.array([24, 17], np.int32)
+
+    def read(params):
+        return jax.jit(lambda params: model.read(params, operands[0], model.cache(2, 32, jnp.float32), *operands[1:]))
+
+    want = read(params)(params)
+    monkeypatch.setattr(devices, "FEWEST", 6)
+    with common.mesh_of(*shape, data=1) as mesh:
+        params = jax.tree.map(lambda x, p: jax.device_put(x, NamedSharding(mesh, p)), params, model.partition())
+        compiled = read(params).lower(params).compile()
+        got = compiled(params)
+    streams = re.findall(r"= f32\[2,(\d+),4,64\]", compiled.as_text())
+    assert str(24 // mesh.size) in streams and "24" not in streams
+    jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, want)
 
 
 def test_programs_are_of_kinds():
