@@ -114,8 +114,8 @@ def main(
 
 
 def in_a_row(call: Callable[[], Any], count: int) -> tuple[Any, list[float]]:
-    """What the last call gives, and seconds from the end of one to that of the next, of so many of them. Each begins
-    before the host waits for the one before it.
+    """Returns the last call's result, and seconds from the end of one to that of the next, of so many of them. Each
+    begins before the host waits for the one before it.
     """
     last, ends = call(), []
     for _ in range(count + 1):
