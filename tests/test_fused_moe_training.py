@@ -322,10 +322,10 @@ def test_rows(experts):
     chosen = jax.random.randint(jax.random.key(0), (tokens, c), 0, 16, jnp.int32)
     x = jax.random.normal(jax.random.key(1), (tokens, k), jnp.bfloat16)
     by = grouped(chosen[None], experts)
-    listed = np.asarray(by.list)[: int(by.count[0])]
+    listed = np.asarray(by.list)[: int(by.own[0])]
     is_here = np.asarray(chosen) < experts
     assert len(listed) == is_here.sum()
-    taken = np.asarray(jax.jit(raw_rows.expert_rows_taken)(x, by.list, by.count))
+    taken = np.asarray(jax.jit(raw_rows.expert_rows_taken)(x, by.list, by.own))
     np.testing.assert_array_equal(taken[: len(listed)].view(np.uint16), np.asarray(x)[listed // c].view(np.uint16))
     y = jax.random.normal(jax.random.key(2), (tokens * c, k), jnp.bfloat16)
     y = jnp.where(is_here.reshape(-1, 1), y, jnp.nan)

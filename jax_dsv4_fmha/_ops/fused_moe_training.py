@@ -19,7 +19,7 @@ class Grouped(NamedTuple):
 
     list: jax.Array
     """int32 `[rows]`, the choice in each place"""
-    count: jax.Array
+    own: jax.Array
     """int32 `[1]`, of choices that have an expert here"""
     first: jax.Array
     """int32 `[e]`, the first place of each expert"""
@@ -86,7 +86,7 @@ def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy
 
 def _rows(x: jax.Array, by: Grouped) -> jax.Array:
     """Rows of x `[b, s, k]` by expert; those of no expert are not written."""
-    return raw_rows.expert_rows_taken(x.reshape(-1, x.shape[-1]), by.list, by.count)
+    return raw_rows.expert_rows_taken(x.reshape(-1, x.shape[-1]), by.list, by.own)
 
 
 def _summed(y: jax.Array, chosen: jax.Array, e: int, like: jax.Array) -> jax.Array:
