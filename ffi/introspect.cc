@@ -5,6 +5,7 @@
 #include "all_reduce_plan.h"
 #include "by_columns_plan.h"
 #include "expert_product_plan.h"
+#include "expert_rows_plan.h"
 #include "few_rows_product_plan.h"
 #include "forward_plan.h"
 #include "fused_moe_plan.h"
@@ -260,6 +261,13 @@ int dsv4_fmha_plan_grouped_product(const FusedMoeShape* shape, bool gated, float
                                    size_t error_bytes) {
   return Show(kGroupedProduct.name, PlanGroupedProduct(*shape, gated, *tiles, limit, *addresses),
               CheckFusedMoeShape(*shape), out, error, error_bytes);
+}
+
+// What moves rows to and from experts, by CTAs of tile_m rows.
+int dsv4_fmha_plan_expert_rows(const ExpertRowsShape* shape, int32_t tile_m, const ExpertRowsAddresses* addresses,
+                               ShownLaunch* out, char* error, size_t error_bytes) {
+  return Show(kExpertRows.name, PlanExpertRows(*shape, tile_m, *addresses), CheckExpertRowsShape(*shape), out, error,
+              error_bytes);
 }
 
 // A product of rows by group, as training has them.

@@ -799,6 +799,23 @@ class ExpertProduct(Variant):
 
 
 @dataclass(frozen=True)
+class ExpertRows(Variant):
+    """Rows of experts here. form: "taken", those of tokens by expert; "summed", over a token's experts."""
+
+    dtype: str  # of rows
+    form: str
+
+    family, layout = "expert_rows", "expert_rows"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "x", "which", "count", "y"),
+            *each("int32", "rows", "choices", "k", "experts"),
+        )
+
+
+@dataclass(frozen=True)
 class HyperConnection(Variant):
     """Streams between two sublayers: those after the first, and what the second is given."""
 
@@ -867,7 +884,7 @@ FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, FewRowsProduct, UnpackMatrix, KvInsert, SeenSlots, KeyCodes, Route, GroupRows),
-    *(GroupedProduct, ExpertProduct, HyperConnection, HyperConnectionBackward, AllReduce),
+    *(GroupedProduct, ExpertProduct, ExpertRows, HyperConnection, HyperConnectionBackward, AllReduce),
 )
 
 

@@ -508,6 +508,20 @@ TARGETS = (
         (array("y: T[groups m n]", aligned=True),),
         {},
     ),
+    Target(  # rows of tokens by expert: row r of y is that of the choice in place r of the list
+        "expert_rows_taken",
+        "expert_rows",
+        (array("x: T[tokens k]", aligned=True), *arrays("which: s32[rows]", "count: s32[1]")),
+        (array("y: T[rows k]", aligned=True),),
+        {},
+    ),
+    Target(  # sums of rows over each token's choices that are experts from 0 on
+        "expert_rows_summed",
+        "expert_rows",
+        (array("x: T[rows k]", aligned=True), *arrays("which: s32[tokens c]")),
+        (array("y: T[tokens k]", aligned=True),),
+        {"experts": "int64"},
+    ),
     Target(
         "hyper_connection",
         "hyper_connection",

@@ -18,6 +18,7 @@ from .abi import (
     AllReduce,
     Combine,
     ExpertProduct,
+    ExpertRows,
     FewRowsProduct,
     Forward,
     GroupedProduct,
@@ -322,6 +323,10 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         ExpertProduct("expert_product", "sm_90a", f"{HOPPER}.expert_product.kernel", "bfloat16", form)
         for form in ("rows", "gated", "turned", "gated_back", "outer")
+    ),
+    *(
+        ExpertRows("expert_rows", "sm_90a", f"{PLAIN}.expert_rows.kernel", "bfloat16", form)
+        for form in ("taken", "summed")
     ),
     AllReduce("all_reduce", "sm_90a", f"{PLAIN}.all_reduce.kernel", "bfloat16"),
     GroupRows("group_rows", "sm_90a", f"{PLAIN}.group_rows.kernel"),

@@ -24,6 +24,7 @@ from interpreter.kernels.native import (
     plan_all_reduce,
     plan_combine,
     plan_expert_product,
+    plan_expert_rows,
     plan_few_rows_product,
     plan_group_rows,
     plan_grouped_product,
@@ -52,6 +53,7 @@ from kernels.abi import (
     AllReduce,
     Combine,
     ExpertProduct,
+    ExpertRows,
     FewRowsProduct,
     Forward,
     GroupedProduct,
@@ -214,6 +216,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
             "tiles": 3,
         }
         launch = plan_expert_product(sizes, 1.0, tile_m=128, tile_n=256, processors=132)
+    elif isinstance(variant, ExpertRows):
+        sizes = {"tokens": 7, "choices": 3, "k": 512, "experts": 5, "summed": int(variant.form == "summed")}
+        launch = plan_expert_rows(sizes, tile_m=8)
     elif isinstance(variant, HyperConnection):
         sizes = {"tokens": 7, "hidden": 4096, "taken": 0, "iterations": 20}
         launch = plan_hyper_connection(sizes, 1.0, 1.0, tile_m=16, tile_n=24, cluster=8, processors=8)

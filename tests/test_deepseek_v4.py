@@ -7,6 +7,7 @@ Face's.
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import runpy
@@ -291,6 +292,20 @@ def test_a_file_that_cannot_be_written_is_known_first(program, tmp_path, monkeyp
     monkeypatch.setattr(Model, "from_config", lambda *_: pytest.fail("the model was made before"))
     with pytest.raises(FileNotFoundError, match="missing"):
         program.main(config=common.small(), file=str(tmp_path / "missing" / "rows.json"))
+
+
+def test_a_timed_step_begins_before_the_last_one_is_waited_for(monkeypatch):
+    events, numbers = [], itertools.count()
+
+    def call():
+        events.append(f"begins {(n := next(numbers))}")
+        return n
+
+    monkeypatch.setattr(jax, "block_until_ready", lambda n: events.append(f"waits for {n}") or n)
+    last, seconds = mfu.in_a_row(call, 2)
+    begun_and_waited_for = "begins 1", "waits for 0", "begins 2", "waits for 1", "begins 3", "waits for 2"
+    assert events == ["begins 0", *begun_and_waited_for, "waits for 3"]
+    assert last == 3 and len(seconds) == 2
 
 
 @pytest.mark.slow

@@ -386,6 +386,25 @@ def test_load_of_what_is_no_endpoint(answer, message):
         thread.join()
 
 
+@pytest.mark.slow
+def test_load_has_a_server_for_each_concurrency(monkeypatch, capsys):
+    """It has as many places, and the parameters of the first."""
+    made, served = [], serve.served
+
+    def counted(checkpoint, **how):
+        made.append((how["places"], how["room"], how["params"] is None))
+        return served(checkpoint, **how)
+
+    monkeypatch.setattr(serve, "served", counted)
+    how = {"n_in": 12, "n_out": 4, "requests": 3, "chunk": 16, "page": 16, "speculate": 0}
+    rows = load.main(concurrency=[1, 2], **how)
+    assert [row["concurrency"] for row in rows] == [1, 2] and made == [(1, 16, True), (2, 16, False)]
+    made.clear()
+    load.main(concurrency=[1], **how, places=3)
+    assert made == [(3, 16, True)]
+    assert capsys.readouterr().out.count("TTFT") == 2
+
+
 def test_load_in_process(capsys):
     """No more requests are under way than asked for, and each has the times of its own tokens."""
     serving, most = server(places=4), 0

@@ -183,6 +183,16 @@ def test_heads_and_batch_may_be_sharded(kind, form):
     assert set(collectives(compiled)) == {"all-reduce"}
 
 
+def test_the_gradient_of_a_matrix_of_groups_is_one_product():
+    """It is made in the order of the matrix. Of three axes, XLA moves no transpose into the product: devices that share
+    the groups then summed the gradient turned over, and the optimizer turned it back.
+    """
+    x, w = normal(0, B, S, G, RANK), normal(1, G, RANK, N)
+    gradient = jax.grad(lambda w: _few_rows.summed_product(x, w, kernel=False).astype(jnp.float32).sum())
+    moved = [e.params["permutation"] for e in jax.make_jaxpr(gradient)(w).eqns if e.primitive.name == "transpose"]
+    assert moved == [(1, 0)]
+
+
 def test_no_part_of_k_is_empty_where_devices_share_the_groups(monkeypatch):
     """One device cuts 8 groups of 64 into 8 parts; one of two has 4 groups, so it has no more parts."""
     seen, y = [], jnp.zeros((2, 1, 1, 256), jnp.bfloat16)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import EXPORT_CHECKS, explain, fused_moe
 from jax_dsv4_fmha._definitions.experts import of_experts
 from jax_dsv4_fmha._host import expert_product as raw
+from jax_dsv4_fmha._host import expert_rows as raw_rows
 from jax_dsv4_fmha._ops import fused_moe_training
 from jax_dsv4_fmha._ops.fused_moe_training import grouped
 from jax_dsv4_fmha._testing.experts import LIMIT, Problem, operands
@@ -69,6 +70,17 @@ def products(monkeypatch):
         parts = jnp.full((len(a), b.shape[2] // raw.COLUMNS), jnp.nan).at[to].set(0)
         return of_made, inner, parts.at[to, 0].set(of_weights)
 
+    def taken(x, list, count):
+        """Rows of no expert are not numbers."""
+        there = jnp.arange(list.shape[0]) < count[0]
+        return jnp.where(there[:, None], x[list // (list.shape[0] // x.shape[0])], jnp.nan)
+
+    def summed(x, chosen, experts):
+        is_here = (chosen >= 0) & (chosen < experts)
+        return jnp.where(is_here[..., None], x.reshape(*chosen.shape, -1), 0).sum(1)
+
+    monkeypatch.setattr(raw_rows, "expert_rows_taken", taken)
+    monkeypatch.setattr(raw_rows, "expert_rows_summed", summed)
     monkeypatch.setattr(raw, "expert_product", expert_product)
     monkeypatch.setattr(raw, "expert_product_gated", expert_product_gated)
     monkeypatch.setattr(raw, "expert_product_gated_back", expert_product_gated_back)
@@ -138,18 +150,18 @@ def test_explain_says_what_a_gradient_launches():
 
 
 def calls(run, args):
-    """How often an exported program calls each form of the products, and no other experts' kernel."""
+    """How often an exported program calls each form of the products, and what moves rows; no other experts' kernel."""
     text = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*args).mlir_module()
     assert "dsv4_fmha_fused_moe(" not in text
-    assert text.count("optimization_barrier") >= 3  # before each gather of rows, whose numbers XLA would make anew
     names = "product", "product_gated", "product_turned", "product_gated_back", "outer_product"
+    names += "rows_taken", "rows_summed"
     return [text.count(f"dsv4_fmha_expert_{name}(") for name in names]
 
 
 @pytest.mark.usefixtures("built")
 def test_the_calls_are_exported():
     args = operands(Problem.of([3, 4]), is_packed=False)
-    assert calls(lambda *args: gradients(args, None), args) == [1, 1, 1, 1, 2]
+    assert calls(lambda *args: gradients(args, None), args) == [1, 1, 1, 1, 2, 3, 2]
 
 
 @pytest.mark.usefixtures("built")
@@ -164,7 +176,15 @@ def test_a_policy_that_keeps_gates_makes_no_product_twice(names, anew):
         )
         return y, *back(y)
 
-    assert calls(run, operands(Problem.of([3, 4]), is_packed=False)) == [1 + anew, 1 + anew, 1, 1, 2]
+    assert calls(run, operands(Problem.of([3, 4]), is_packed=False)) == [
+        1 + anew,
+        1 + anew,
+        1,
+        1,
+        2,
+        3 + anew,
+        2 + anew,
+    ]
 
 
 @pytest.mark.usefixtures("built")
@@ -291,6 +311,29 @@ def test_products_with_gates():
     ):
         np.testing.assert_array_equal(x, y, name)
         assert np.linalg.norm(x - want) <= 2**-8 * np.linalg.norm(want), name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("experts", [1, 8, 16])
+def test_rows(experts):
+    """The bits of all rows that are taken, and of all sums, of many tokens, whose choices are among 16 experts."""
+    tokens, c, k = 3001, 6, 1280
+    chosen = jax.random.randint(jax.random.key(0), (tokens, c), 0, 16, jnp.int32)
+    x = jax.random.normal(jax.random.key(1), (tokens, k), jnp.bfloat16)
+    by = grouped(chosen[None], experts)
+    listed = np.asarray(by.list)[: int(by.own[0])]
+    is_here = np.asarray(chosen) < experts
+    assert len(listed) == is_here.sum()
+    taken = np.asarray(jax.jit(raw_rows.expert_rows_taken)(x, by.list, by.own))
+    np.testing.assert_array_equal(taken[: len(listed)].view(np.uint16), np.asarray(x)[listed // c].view(np.uint16))
+    y = jax.random.normal(jax.random.key(2), (tokens * c, k), jnp.bfloat16)
+    y = jnp.where(is_here.reshape(-1, 1), y, jnp.nan)
+    summed = np.asarray(jax.jit(raw_rows.expert_rows_summed, static_argnums=2)(y, chosen, experts))
+    want = np.zeros((tokens, k), np.float32)
+    for j in range(c):
+        want += np.where(is_here[:, j, None], np.asarray(y, np.float32).reshape(tokens, c, k)[:, j], 0)
+    np.testing.assert_array_equal(summed.view(np.uint16), want.astype(summed.dtype).view(np.uint16))
 
 
 @pytest.mark.gpu

@@ -2,7 +2,8 @@
 
 Requests have random prompts of --input tokens and say --output tokens each, and so many of them are under way at any
 time: when one ends, the next begins. They go to a server in this process, with a checkpoint or a random model, or by
-HTTP to one that runs elsewhere (--url). The table has a row for each concurrency:
+HTTP to one that runs elsewhere (--url). Here each concurrency has a server with as many places, unless --places says
+how many. The table has a row for each concurrency:
 
     TTFT    from a request to its first token
     TPOT    from a token to the next: from the first to the last of a request, over the number of tokens after the first
@@ -14,6 +15,7 @@ and how long the thread that works computed for it (host_ms): they stay as they 
 """
 
 import contextlib
+import gc
 import http.client
 import json
 import sys
@@ -284,32 +286,45 @@ def main(
         "command": " ".join(["python -m examples.deepseek_v4.load", *sys.argv[1:]]),
     }
 
-    def measured(send: Callable[..., None], whom: Any, vocabulary: int, devices: int) -> None:
-        columns = "TTFT ms", "p99", "TPOT ms", "p99", "in/s", "out/s", "kept"
-        print(f"{'concurrency':>11}", *(f"{name:>10}" for name in columns))
-        first = rng.integers(0, vocabulary, alike, dtype=np.int32)
+    def measure(c: int, send: Callable[..., None], whom: Any, vocabulary: int, devices: int) -> None:
+        if not rows:
+            columns = "TTFT ms", "p99", "TPOT ms", "p99", "in/s", "out/s", "kept"
+            print(f"{'concurrency':>11}", *(f"{name:>10}" for name in columns))
+        first = np.random.default_rng((seed, 1)).integers(0, vocabulary, alike, dtype=np.int32)
 
         def prompt() -> np.ndarray:
             return np.concatenate([first, rng.integers(0, vocabulary, n_in - alike, dtype=np.int32)])
 
-        for c in concurrency:
-            row = Row(c, n_in, n_out, requests or max(2 * c, 4), minutes)
-            send(whom, row, prompt, temperature)
-            rows.append(row.numbers(devices))
-            common.on_terminal(" " * 70 + "\r")
-            print(f"{c:11}", *(f"{rows[-1][name]:10.1f}" for name in rows[-1] if "_" in name), flush=True)
-            if file:
-                Path(file).write_text(json.dumps({**about, "devices": devices, "rows": rows}, indent=1) + "\n")
+        row = Row(c, n_in, n_out, requests or max(2 * c, 4), minutes)
+        send(whom, row, prompt, temperature)
+        rows.append(row.numbers(devices))
+        common.on_terminal(" " * 70 + "\r")
+        print(f"{c:11}", *(f"{rows[-1][name]:10.1f}" for name in rows[-1] if "_" in name), flush=True)
+        if file:
+            Path(file).write_text(json.dumps({**about, "devices": devices, "rows": rows}, indent=1) + "\n")
+
+    def serve_and_measure(c: int, params: Any) -> Any:
+        with serve.served(checkpoint, params=params, **how | {"places": how.get("places") or c}) as (
+            server,
+            _,
+            _,
+            mesh,
+        ):
+            server.compile()
+            about.update(device=jax.devices()[0].device_kind, jax=jax.__version__)
+            measure(c, in_process, server, server.vocabulary, devices or mesh.size)
+            return server.parameters
 
     if url is not None:
-        measured(by_http, (url, model_at(url)), vocabulary, devices or 1)
+        whom = url, model_at(url)
+        for c in concurrency:
+            measure(c, by_http, whom, vocabulary, devices or 1)
         return rows
-    how["places"] = how.get("places") or max(concurrency)
     how["room"] = how.get("room") or n_in + n_out
-    with serve.served(checkpoint, **how) as (server, _, _, mesh):
-        server.compile()
-        about |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        measured(in_process, server, server.vocabulary, devices or mesh.size)
+    params = None
+    for c in concurrency:
+        params = serve_and_measure(c, params)
+        gc.collect()  # the caches of this server, before the next one's
     return rows
 
 
@@ -330,7 +345,7 @@ def arguments() -> dict:
     )
     add("--devices", type=common.at_least(0), default=0, help="that rates are divided by (default: the server's)")
     add("--json", dest="file", help="a file for the same numbers")
-    places, room = (0, "the greatest concurrency"), (0, "input and output")
+    places, room = (0, "the concurrency"), (0, "input and output")
     serve.options(parser, places=places, room=room, chunk=(4096, 4096), speculate=(0, 0))
     return vars(parser.parse_args())
 

@@ -1,14 +1,17 @@
 """Times a step of training, and says where the devices' time goes: `python -m examples.deepseek_v4.mfu [CHECKPOINT]`.
 
 A checkpoint is read for its config.json alone; without one the sizes are V4-Flash's. Parameters and tokens are random.
-The step is `train`'s, with its mesh and its choices; its time is the host's, the median of several. MFU counts the
-model's own FLOPs (metrics.py). A second table has ms of one device by part (parts.py), forward and backward together.
+The step is `train`'s, with its mesh and its choices. Its time is from the end of one to that of the next, which begins
+before, as in `train`: the median of several. MFU counts the model's own FLOPs (metrics.py). A second table has ms of
+one device by part (parts.py), forward and backward together.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +76,8 @@ def main(
             state, numbers = step(state, batch)
             return numbers
 
-        times = []
-        for _ in range(calls + 1):
-            began = time.perf_counter()
-            numbers = jax.block_until_ready(call())
-            times.append(time.perf_counter() - began)
-        ms = statistics.median(times[1:]) * 1e3
+        numbers, times = in_a_row(call, calls)
+        ms = statistics.median(times) * 1e3
         rate = b * s / ms * 1e3
         kind = mesh.devices.flat[0].device_kind
         peak = next((x for name, x in metrics.PEAK.items() if name in kind), None)
@@ -112,6 +111,18 @@ def main(
     if file:
         Path(file).write_text(json.dumps(row, indent=1) + "\n")
     return row
+
+
+def in_a_row(call: Callable[[], Any], count: int) -> tuple[Any, list[float]]:
+    """Returns the last call's result, and seconds from the end of one to that of the next, of so many of them. Each
+    begins before the host waits for the one before it.
+    """
+    last, ends = call(), []
+    for _ in range(count + 1):
+        waited_for, last = last, call()
+        jax.block_until_ready(waited_for)
+        ends.append(time.perf_counter())
+    return jax.block_until_ready(last), [after - before for before, after in itertools.pairwise(ends)]
 
 
 def first_layers(config: dict[str, Any], layers: int, experts: int) -> dict[str, Any]:

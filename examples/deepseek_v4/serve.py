@@ -118,6 +118,7 @@ def served(
     random: str = "v4",
     tensor: int = 1,
     expert: int = 1,
+    params: Any = None,
 ) -> Iterator[tuple[Server, common.Words, np.ndarray, Mesh]]:
     """A server of a whole model, in its mesh; its words; the tokens with which all requests begin; and the mesh.
 
@@ -128,6 +129,7 @@ def served(
       kept: the dtype of packed caches, by its name; None keeps what the model computes with.
       precision: of the products by which attention reads prompts, as in `DSV4Attention`; the model computes with
         bfloat16 then.
+      params: the parameters of an earlier server with such arguments; None reads the checkpoint.
     """
     model = common.model_of(checkpoint, drafts=speculate != 0, random=random)
     if speculate is None:
@@ -140,10 +142,10 @@ def served(
     first, pages = words.encode(beginning, name="beginning"), pages or places * -(-room // page)
     dtype = common.compute_dtype() if precision is None else jnp.bfloat16
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        progress("reading the checkpoint" if checkpoint else "making random parameters")
-        params = common.parameters_of(model, checkpoint, mesh, dtype, packed)
+        if params is None:
+            progress("reading the checkpoint" if checkpoint else "making random parameters")
+            params = model.joined(common.parameters_of(model, checkpoint, mesh, dtype, packed))
         model = model.with_precision(precision)
-        params = model.joined(params)
         how: dict[str, Any] = {"speculate": speculate, "readers": readers, "prefixes": prefixes, "rounds": rounds}
         how |= {"progress": progress, "reader": Reader}
         server = Server(model, params, kept or dtype, places, room, chunk, page, pages, **how)

@@ -505,6 +505,12 @@ def plan_expert_product(
     return planned("expert_product", given, ctypes.c_float(limit), _tiles(tile_m, tile_n, processors), at)
 
 
+def plan_expert_rows(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
+    """Returns the launch that moves rows to and from experts."""
+    given, at = ctypes.byref(filled("ExpertRowsShape", **shape)), addressed("expert_rows", addresses)
+    return planned("expert_rows", given, ctypes.c_int32(tile_m), at)
+
+
 def plan_hyper_connection(
     shape: dict[str, int],
     eps: float,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .._dispatch.op import Arrays
 from .._host import expert_product as raw
+from .._host import expert_rows as raw_rows
 
 
 class Grouped(NamedTuple):
@@ -18,8 +19,8 @@ class Grouped(NamedTuple):
 
     list: jax.Array
     """int32 `[rows]`, the choice in each place"""
-    source: jax.Array
-    """the same, and 0 for those of no expert: to gather one row again and again takes no time"""
+    own: jax.Array
+    """int32 `[1]`, of choices that have an expert here"""
     first: jax.Array
     """int32 `[e]`, the first place of each expert"""
     sizes: jax.Array
@@ -42,9 +43,7 @@ def grouped(chosen: jax.Array, e: int) -> Grouped:
     its = jnp.minimum((ends <= tile[:, None]).sum(1, dtype=jnp.int32), e - 1)
     past = (tile - (ends - parts)[its]) * raw.TILE  # rows of the expert in tiles before
     tiles = jnp.stack([its, first[its] + past, jnp.minimum(sizes[its] - past, raw.TILE), jnp.zeros_like(its)], 1)
-    places = _sorted(group, e)
-    source = jnp.where(jnp.arange(group.shape[0], dtype=jnp.int32) < first[-1] + sizes[-1], places, 0)
-    return Grouped(places, source, first, sizes, tiles, ends[-1:])
+    return Grouped(_sorted(group, e), first[-1:] + sizes[-1:], first, sizes, tiles, ends[-1:])
 
 
 def _sorted(group: jax.Array, e: int) -> jax.Array:
@@ -59,20 +58,20 @@ def _sorted(group: jax.Array, e: int) -> jax.Array:
 
 def forward(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float) -> Arrays:
     """The sum over each token's experts, and `[b, s, c, 2, n]` in x's dtype: what gates and up projections make."""
-    e, c = w2.shape[1], chosen.shape[2]
+    e = w2.shape[1]
     by = grouped(chosen, e)
     where = by.list, by.tiles, by.tile_count
-    made, inner = raw.expert_product_gated(_rows(x, by, c), w13[0], *where, weights.reshape(-1), limit=limit)
+    made, inner = raw.expert_product_gated(_rows(x, by), w13[0], *where, weights.reshape(-1), limit=limit)
     y = raw.expert_product(inner, w2[0], *where)
     return _summed(y, chosen, e, x), made.reshape(*chosen.shape, *made.shape[1:])
 
 
 def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy: Any, *, limit: float) -> Arrays:
     """The gradients of x, weights, w13 and w2; made: what `forward` keeps."""
-    (e, _, n, k), c = w13.shape[1:], chosen.shape[2]
+    e, _, n, k = w13.shape[1:]
     by = grouped(chosen, e)
     where, groups = (by.list, by.tiles, by.tile_count), (by.first, by.sizes)
-    rows, of_rows = _rows(x, by, c), _rows(dy, by, c)
+    rows, of_rows = _rows(x, by), _rows(dy, by)
     of_made, inner, of_weights = raw.expert_product_gated_back(
         of_rows, w2[0], made.reshape(-1, 2, n), *where, weights.reshape(-1), limit=limit
     )
@@ -80,21 +79,16 @@ def gradient(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, made: Any, dy
     of_w2 = raw.expert_outer_product(of_rows, inner, *groups)
     of_w13 = raw.expert_outer_product(of_made, rows, *groups)
     of_x = _summed(raw.expert_product(of_made, w13.reshape(e, 2 * n, k), *where, turned=True), chosen, e, x)
-    of_weights = jnp.where(_here(chosen, e), of_weights.sum(1).reshape(chosen.shape), 0)
+    is_here = (chosen >= 0) & (chosen < e)
+    of_weights = jnp.where(is_here, of_weights.sum(1).reshape(chosen.shape), 0)
     return of_x, of_weights, of_w13.reshape(w13.shape), of_w2[None]
 
 
-def _rows(x: jax.Array, by: Grouped, c: int) -> jax.Array:
-    """Rows of x `[b, s, k]` by expert, c of each token."""
-    tokens = jax.lax.optimization_barrier(by.source // c)  # else XLA adds up sizes anew for each number that it moves
-    return jnp.take(x.reshape(-1, x.shape[-1]), tokens, 0, mode="clip")
-
-
-def _here(chosen: jax.Array, e: int) -> jax.Array:
-    return (chosen >= 0) & (chosen < e)
+def _rows(x: jax.Array, by: Grouped) -> jax.Array:
+    """Rows of x `[b, s, k]` by expert; those of no expert are not written."""
+    return raw_rows.expert_rows_taken(x.reshape(-1, x.shape[-1]), by.list, by.own)
 
 
 def _summed(y: jax.Array, chosen: jax.Array, e: int, like: jax.Array) -> jax.Array:
     """The sum of the rows `[b s c, k]` of each token's experts; rows of others may hold anything."""
-    parts = jnp.where(_here(chosen, e)[..., None], y.reshape(*chosen.shape, -1), 0)
-    return parts.astype(jnp.float32).sum(2).astype(like.dtype)
+    return raw_rows.expert_rows_summed(y, chosen.reshape(-1, chosen.shape[-1]), e).reshape(like.shape)

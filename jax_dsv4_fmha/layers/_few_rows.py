@@ -229,7 +229,10 @@ def summed_product(x: jax.Array, w: Matrix, kernel: bool) -> jax.Array:
         return call(x, _by_group(w))[0]
     b, s, _, _ = explicit_axes.entries(x)
     summed = explicit_axes.sharding(x, b, s, None)  # over Explicit axes JAX sums where it is told to
-    return product_of("bsgr,grm->bsm", x, w, out_sharding=summed)
+    if isinstance(w, PackedMatrix):
+        return product_of("bsgr,grm->bsm", x, w, out_sharding=summed)
+    x, w = x.reshape(*x.shape[:2], -1), w.reshape(-1, w.shape[2])  # of two axes, XLA makes the gradient turned over
+    return product_of("bsk,km->bsm", x, w, out_sharding=summed)
 
 
 def _by_group(w: Matrix) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Rows of tokens for experts, and the sums over what experts make of them."""
