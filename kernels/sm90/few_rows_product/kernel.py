@@ -150,7 +150,7 @@ class FewRowsProductSm90(Kernel):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = TileAllocator(self.dtype)
-        x = smem.tile(c.tile_m, SLAB, c.stages * c.slabs)
+        x = smem.tile(c.tile_m, SLAB, c.x_stages * c.slabs)
         if cutlass.const_expr(c.weights):
             w = smem.allocate_array(Uint32, c.stages * c.weight_bytes // 4).align(128).toint()
         else:
@@ -163,10 +163,11 @@ class FewRowsProductSm90(Kernel):
         cute.arch.sync_threads()
 
         rank, unit = cute.arch.block_idx()[0] % c.cluster, cute.arch.block_idx()[0] // c.cluster
-        k_tiles, column_tiles = ceil_div(n.k, Int32(c.slabs * SLAB)), ceil_div(n.n, Int32(c.tile_n))
-        first, last = k_tiles * rank // c.cluster, k_tiles * (rank + 1) // c.cluster
+        at_once = c.at_once * c.slabs
+        k_tiles, column_tiles = ceil_div(n.k, Int32(at_once * SLAB)), ceil_div(n.n, Int32(c.tile_n))
+        first, last = k_tiles * rank // c.cluster * c.at_once, k_tiles * (rank + 1) // c.cluster * c.at_once
         if cutlass.const_expr(c.norms):
-            column_tiles, first, last = column_tiles // c.cluster, Int32(0), k_tiles
+            column_tiles, first, last = column_tiles // c.cluster, Int32(0), k_tiles * c.at_once
         row_tiles = ceil_div(n.rows, Int32(c.tile_m))
         row_tile, column_tile = unit % row_tiles, unit // row_tiles % column_tiles
         group = unit // row_tiles // column_tiles
@@ -231,27 +232,33 @@ class FewRowsProductSm90(Kernel):
         last: Int32,
         n: Extents,
     ):
-        """`produce` where w is packed: n in whole tiles of 128, and k in whole pairs of slabs."""
+        """`produce` where w is packed: n in whole tiles of 128, and k in whole pairs of slabs. x follows some stages
+        later, where one is free as soon as one of w is.
+        """
         c, form = self.config, self.config.format
         (tma_x, mX), w = maps
         row_tile, column_tile, group = tile
         gX, sX = tma_tiles(tma_x, cute.local_tile(mX[None, None, group], (c.tile_m, SLAB), (row_tile, None)), x)
         slabs, tiles = ceil_div(n.k, Int32(2 * SLAB)) * 2, ceil_div(n.n, Int32(2 * SLAB)) * 2
         codes = w.toint() + (Int64(group) * tiles + column_tile * c.tiles) * slabs * form.slab_bytes
-        for t in cutlass.range(first, last, unroll=1):
-            state = ring.at(t - first)
+        for t in cutlass.range(last - first + c.lag, unroll=1):
+            state = ring.at(t)
             state.wait_empty()
-            with cute.arch.elect_one():
-                state.expect_full(c.stage_bytes)
-                for i in cutlass.range_constexpr(c.tiles):
-                    copy_bulk_once(
-                        of_w + (state.index * c.tiles + i) * c.tile_bytes,
-                        codes + (Int64(i * slabs) + t * c.slabs) * form.slab_bytes,
-                        c.tile_bytes,
-                        state.full,
-                    )
-            for i in cutlass.range_constexpr(c.slabs):
-                cute.copy(tma_x, gX[None, t * c.slabs + i], sX[None, state.index * c.slabs + i], tma_bar_ptr=state.full)
+            if first + t < last:
+                with cute.arch.elect_one():
+                    state.expect_full(c.stage_bytes)
+                    for i in cutlass.range_constexpr(c.tiles):
+                        copy_bulk_once(
+                            of_w + (state.index * c.tiles + i) * c.tile_bytes,
+                            codes + (Int64(i * slabs) + (first + t) * c.slabs) * form.slab_bytes,
+                            c.tile_bytes,
+                            state.full,
+                        )
+            if t >= c.lag:
+                fill = t - c.lag
+                for i in cutlass.range_constexpr(c.slabs):
+                    source, target = gX[None, (first + fill) * c.slabs + i], sX[None, fill % c.x_stages * c.slabs + i]
+                    cute.copy(tma_x, source, target, tma_bar_ptr=ring.at(fill).full)
 
     @cute.jit
     def consume(
@@ -319,28 +326,35 @@ class FewRowsProductSm90(Kernel):
         c, form = self.config, self.config.format
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         mma, thread = tiled_mma(self.dtype, c.tile_m, K_MAJOR, REGISTERS), cute.arch.thread_idx()[0] % WARPGROUP
-        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(c.slabs * c.units)]
+        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(2)]
         b = operand_b(mma, cute.local_tile(x, (c.tile_m, SLAB), (0, 0, None)))
         acc = [accumulator(mma, c.tile_m) for _ in range(c.units)]
         rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
         if cutlass.const_expr(c.turns_back):
             read_rotations(how[0], rotations, row0, rows)
-        for t in cutlass.range(last - first, unroll=1):
-            state = ring.at(t)
-            state.wait_full()
-            if cutlass.const_expr(c.turns_back):  # noqa: SIM102, at compile time
-                if (first + t + 1) * c.slabs % (HEAD // SLAB) == 0:
-                    self.turn_back(x, (state.index + 1) * c.slabs - 1, rotations)
-            stage = w + (state.index * c.tiles + group * c.units) * c.tile_bytes
-            for j in cutlass.range_constexpr(c.slabs * c.units):
+        at_once = c.at_once * c.slabs
+        for t in cutlass.range(0, last - first, c.at_once, unroll=1):
+            for j in cutlass.range_constexpr(at_once * c.units):
                 slab, unit = j // c.units, j % c.units
-                loaded = form.load(stage + (unit * c.tile_bytes + slab * form.slab_bytes), thread)
-                form.decode(operands[j], loaded)
-                of_slab = b[None, None, None, state.index * c.slabs + slab]
-                multiply(mma, acc[unit], operands[j], of_slab, fresh=t == 0 if cutlass.const_expr(slab == 0) else False)
+                if cutlass.const_expr(unit == 0):
+                    fill = t + slab // c.slabs
+                    state, of_x = ring.at(fill), fill % c.x_stages * c.slabs + slab % c.slabs
+                if cutlass.const_expr(j % (c.units * c.slabs) == 0):
+                    state.wait_full()
+                stage = w + (state.index * c.tiles + group * c.units) * c.tile_bytes
+                loaded = form.load(stage + (unit * c.tile_bytes + slab % c.slabs * form.slab_bytes), thread)
+                if cutlass.const_expr(c.turns_back and slab == at_once - 1):  # noqa: SIM102, at compile time
+                    if (first + t) * c.slabs % (HEAD // SLAB) == HEAD // SLAB - at_once:
+                        self.turn_back(x, of_x, rotations)
+                if cutlass.const_expr(j >= 2):
+                    warpgroup.wait_group(1)  # the product before the last one, which had the same operand
+                form.decode(operands[j % 2], loaded)
+                fresh = t == 0 if cutlass.const_expr(slab == 0) else False
+                multiply(mma, acc[unit], operands[j % 2], b[None, None, None, of_x], fresh=fresh)
             warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                state.arrive_empty()
+            for i in cutlass.range_constexpr(c.at_once):
+                with cute.arch.elect_one():
+                    ring.at(t + i).arrive_empty()
         cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # all stages have been read
         for unit in cutlass.range_constexpr(c.units):
             sums = by_column(acc[unit])
