@@ -161,6 +161,16 @@ class Config:
         return self.tile_m // self.cluster
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows that a warp finishes at once."""
+        return max(1, min(4, self.rows_of_cta // (4 * CONSUMERS)))
+
+    @property
+    def rows_of_turn(self) -> int:
+        """Rows that all warps of consumers finish at once."""
+        return 4 * CONSUMERS * self.rows_at_once
+
+    @property
     def launch_options(self) -> dict[str, int]:
         return {"min_blocks_per_mp": self.ctas, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
 

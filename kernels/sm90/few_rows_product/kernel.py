@@ -389,17 +389,26 @@ class FewRowsProductSm90(Kernel):
         """A CTA's rows of the cluster's tile: the sums of all parts, in order."""
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
-            row = rank * c.rows_of_cta + i
-            if row0 + row < n.rows:
+        for i in cutlass.range(warp, c.rows_of_cta, c.rows_of_turn, unroll=1):
+            rows = self.rows_from(rank, i)
+            if row0 + rows[0] < n.rows:
                 for chunk in cutlass.range_constexpr(c.tile_n // (WARP * CHUNK)):
                     column = (chunk * WARP + lane) * CHUNK
-                    total = self.total(partial + (row * c.pitch + column) * 4)
+                    totals = [self.total(partial + (row * c.pitch + column) * 4) for row in rows]
                     at = column_tile * c.tile_n + column
-                    if at < n.n:
-                        put(y + ((Int64(row0 + row) * n.groups + group) * n.n + at), total)
-                    if cutlass.const_expr(y.dtype is Float32):
-                        self.put_low_rank(low, row0 + row, column_tile, column, total)
+                    for j in cutlass.range_constexpr(len(rows)):
+                        row = row0 + rows[j]
+                        if row < n.rows:
+                            if at < n.n:
+                                put(y + ((Int64(row) * n.groups + group) * n.n + at), totals[j])
+                            if cutlass.const_expr(y.dtype is Float32):
+                                self.put_low_rank(low, row, column_tile, column, totals[j])
+
+    def rows_from(self, rank: Int32, i: Int32) -> list[Int32]:
+        """Rows of the cluster's tile that a warp finishes at once, in ascending order: so that it waits once for what
+        it reads, and not for each of them."""
+        c = self.config
+        return [rank * c.rows_of_cta + i + j * 4 * CONSUMERS for j in range(c.rows_at_once)]
 
     def total(self, place: Int32) -> list:
         """A lane's numbers of a row: the sums of all parts, in order."""
@@ -429,7 +438,7 @@ class FewRowsProductSm90(Kernel):
         partial: Int32,
         rank: Int32,
         row0: Int32,
-        head: Int32,
+        column_tile: Int32,
         y: cute.Pointer,
         how: tuple,
         n: Extents,
@@ -438,27 +447,33 @@ class FewRowsProductSm90(Kernel):
         ones turned."""
         c, lane, (table, norm) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
-            row = rank * c.rows_of_cta + i
-            if row0 + row < n.rows:
-                of_x, cos_sin, chunks = squares_of(norm, row0 + row), rotation(table, row0 + row), []
-                for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
-                    column = (chunk * WARP + lane) * CHUNK
-                    here = partial + (row * c.pitch + column % c.tile_n) * 4
-                    chunks.append(load_four_of(here, chunk * WARP * CHUNK // c.tile_n))
-                of_row = factor(norm, of_x, n.k)
-                chunks = [[x * of_row for x in chunk] for chunk in chunks]
-                squares = Float32(0.0)
-                for x in [x for chunk in chunks for x in chunk]:
-                    squares += x * x
-                squares = cute.arch.warp_reduction_sum(squares)
-                of_head = cute.math.rsqrt(squares * (1.0 / HEAD) + norm.eps, fastmath=True)
-                for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
-                    z = [x * of_head for x in chunks[chunk]]
-                    if cutlass.const_expr(chunk == HEAD // (WARP * CHUNK) - 1):
-                        z = turned_by(z, cos_sin)
-                    at = Int64(row0 + row) * n.n + head * HEAD + (chunk * WARP + lane) * CHUNK
-                    put(y + at, z)
+        for i in cutlass.range(warp, c.rows_of_cta, c.rows_of_turn, unroll=1):
+            rows = self.rows_from(rank, i)
+            if row0 + rows[0] < n.rows:
+                places = [cutlass.min(row0 + row, n.rows - 1) for row in rows]
+                of_x, cos_sin = [squares_of(norm, at) for at in places], [rotation(table, at) for at in places]
+                heads = []
+                for row in rows:
+                    columns = [(chunk * WARP + lane) * CHUNK for chunk in range(HEAD // (WARP * CHUNK))]
+                    here = [partial + (row * c.pitch + column % c.tile_n) * 4 for column in columns]
+                    heads.append([load_four_of(at, i * WARP * CHUNK // c.tile_n) for i, at in enumerate(here)])
+                of_rows = factors(norm, of_x, n.k)
+                heads = [[[x * f for x in chunk] for chunk in head] for head, f in zip(heads, of_rows, strict=True)]
+                squares = []
+                for head in heads:
+                    total = Float32(0.0)
+                    for x in [x for chunk in head for x in chunk]:
+                        total += x * x
+                    squares.append(cute.arch.warp_reduction_sum(total))
+                of_heads = [cute.math.rsqrt(x * (1.0 / HEAD) + norm.eps, fastmath=True) for x in squares]
+                for j in cutlass.range_constexpr(len(rows)):
+                    if row0 + rows[j] < n.rows:
+                        for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
+                            z = [x * of_heads[j] for x in heads[j][chunk]]
+                            if cutlass.const_expr(chunk == HEAD // (WARP * CHUNK) - 1):
+                                z = turned_by(z, cos_sin[j])
+                            at = Int64(row0 + rows[j]) * n.n + column_tile * HEAD + (chunk * WARP + lane) * CHUNK
+                            put(y + at, z)
 
     @cute.jit
     def finish_index_query(
@@ -468,29 +483,39 @@ class FewRowsProductSm90(Kernel):
         after each step as an array is; and the head's weights."""
         c, lane, (table, norm, weights) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
-            row = rank * c.rows_of_cta + i
-            if row0 + row < n.rows:
-                at, of_x, cos_sin = Int64(row0 + row), squares_of(norm, row0 + row), rotation(table, row0 + row)
-                weight = load(weights.given + (at * weights.columns + weights.column + head))
-                total = self.total(partial + (row * c.pitch + lane * CHUNK) * 4)
-                of_row, weight = factor(norm, of_x, n.k), weight * weights.scale
-                values = cute.make_rmem_tensor(CHUNK, Float32)
-                fill(values, [x * of_row for x in total])
-                rounded(values, self.dtype)
-                fill(values, turned_by([values[j] for j in range(CHUNK)], cos_sin))
-                rounded(values, self.dtype)
-                hadamard(values, lane, INDEX_D)
-                place = y + ((at * n.n + head * INDEX_D) + lane * CHUNK)
-                if cutlass.const_expr(c.to_fp8):
-                    rounded(values, self.dtype)
-                    words, of_codes = quantized(values, WARP)
-                    write_words(words, place, CHUNK // 4)
-                    weight *= of_codes
-                else:
-                    put(place, [values[j] for j in range(CHUNK)])
-                if lane == 0:
-                    store(weights.made + (at * (n.n // INDEX_D) + head), weight)
+        for i in cutlass.range(warp, c.rows_of_cta, c.rows_of_turn, unroll=1):
+            rows = self.rows_from(rank, i)
+            if row0 + rows[0] < n.rows:
+                places = [cutlass.min(row0 + row, n.rows - 1) for row in rows]
+                of_x, cos_sin = [squares_of(norm, at) for at in places], [rotation(table, at) for at in places]
+                given = [load(weights.given + (Int64(at) * weights.columns + weights.column + head)) for at in places]
+                totals = [self.total(partial + (row * c.pitch + lane * CHUNK) * 4) for row in rows]
+                of_rows = factors(norm, of_x, n.k)
+                made = [self.index_query(x, f, t, lane) for x, f, t in zip(totals, of_rows, cos_sin, strict=True)]
+                for j in cutlass.range_constexpr(len(rows)):
+                    if row0 + rows[j] < n.rows:
+                        at, (numbers, of_codes) = Int64(row0 + rows[j]), made[j]
+                        place = y + ((at * n.n + head * INDEX_D) + lane * CHUNK)
+                        if cutlass.const_expr(c.to_fp8):
+                            write_words(numbers, place, CHUNK // 4)
+                        else:
+                            put(place, numbers)
+                        if lane == 0:
+                            weight = given[j] * weights.scale
+                            store(weights.made + (at * (n.n // INDEX_D) + head), weight * of_codes)
+
+    def index_query(self, total: list, of_row: Float32, cos_sin: list, lane: Int32) -> tuple:
+        """A lane's numbers of a row, or words of codes and the scale of all of them."""
+        values = cute.make_rmem_tensor(CHUNK, Float32)
+        fill(values, [x * of_row for x in total])
+        rounded(values, self.dtype)
+        fill(values, turned_by([values[j] for j in range(CHUNK)], cos_sin))
+        rounded(values, self.dtype)
+        hadamard(values, lane, INDEX_D)
+        if not self.config.to_fp8:
+            return [values[j] for j in range(CHUNK)], 1.0
+        rounded(values, self.dtype)
+        return quantized(values, WARP)
 
     def examples(self, variant: FewRowsProduct) -> tuple:
         result = "float32" if variant.to_float32 else "bytes" if variant.to_fp8 else variant.dtype
@@ -517,11 +542,12 @@ def squares_of(norm: Norm, row: Int32) -> Float32:
 
 
 @cute.jit
-def factor(norm: Norm, squares: Float32, k: Int32) -> Float32:
-    """Returns what a row of x is left to be multiplied by, out of `squares_of` it."""
-    found = Float32(1.0)
+def factors(norm: Norm, squares: list, k: Int32) -> list:
+    """Returns what rows of x are left to be multiplied by, out of `squares_of` them."""
+    found = [Float32(1.0) for _ in squares]
     if norm.tiles > 0:
-        found = cute.math.rsqrt(cute.arch.warp_reduction_sum(squares) / Float32(k) + norm.eps, fastmath=True)
+        means = [cute.arch.warp_reduction_sum(x) / Float32(k) for x in squares]
+        found = [cute.math.rsqrt(x + norm.eps, fastmath=True) for x in means]
     return found
 
 
