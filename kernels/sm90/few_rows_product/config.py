@@ -10,9 +10,6 @@ from kernels.lib.wgmma import SLAB
 from .weights import FORMATS
 
 CONSUMERS = 2  # warpgroups
-AT_ONCE = 2  # slabs of a packed matrix whose products follow one another
-SLABS = 1
-X_AHEAD = 3  # slabs of x on their way beside those
 CHUNK = 4  # float32 numbers that a thread moves at once
 PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
 PAD_OF_PACKED = 4  # the same, where a thread has two columns of every other row
@@ -81,24 +78,18 @@ class Config:
 
     @property
     def slabs(self) -> int:
-        """The number of slabs, of 64 of k, that a stage has."""
-        return SLABS if self.weights else 1
+        """The number of slabs, of 64 of k, that a stage has. A consumer of a packed matrix has two products a stage: it
+        decodes for the second one under the first one."""
+        return 2 // self.units if self.weights else 1
 
     @property
-    def at_once(self) -> int:
-        """Stages that a consumer multiplies before it waits for its products: it decodes an operand of a packed matrix
-        under the product before.
-        """
-        return AT_ONCE // self.slabs if self.weights else 1
+    def threads(self) -> int:
+        return CONSUMERS * WARPGROUP + WARP
 
     @property
     def tile_bytes(self) -> int:
         """The bytes of a tile of a packed matrix in a stage."""
         return self.slabs * self.format.slab_bytes
-
-    @property
-    def threads(self) -> int:
-        return CONSUMERS * WARPGROUP + WARP
 
     @property
     def weight_bytes(self) -> int:
@@ -107,12 +98,8 @@ class Config:
         return self.tile_n * SLAB * element_type(self.dtype).width // 8
 
     @property
-    def x_bytes(self) -> int:
-        return self.tile_m * self.slabs * SLAB * element_type(self.dtype).width // 8
-
-    @property
     def stage_bytes(self) -> int:
-        return self.x_bytes + self.weight_bytes
+        return self.tile_m * self.slabs * SLAB * element_type(self.dtype).width // 8 + self.weight_bytes
 
     @property
     def pitch(self) -> int:
@@ -120,55 +107,21 @@ class Config:
         return self.tile_n + (PAD_OF_PACKED if self.weights else PAD)
 
     @property
-    def room(self) -> int:
-        """Bytes for stages: some 100 KB, which keep HBM busy, and more where an SM has one CTA. What a step does beside
-        the product finds room in the rest.
-        """
-        return SMEM_LIMIT * 3 // 4 if self.weights and self.ctas == 1 else SMEM_LIMIT // 2 - 2048
-
-    @property
-    def x_stages(self) -> int:
-        """The number of stages whose x is there or on its way: a packed matrix comes from HBM, and x, as many bytes for
-        64 rows, from L2, in less time. So fewer stages have x than have codes.
-        """
-        if self.weights:
-            return self.at_once + X_AHEAD // self.slabs
-        return self.stages
-
-    @property
     def stages(self) -> int:
-        if self.weights:
-            return (self.room - self.x_stages * self.x_bytes) // (self.weight_bytes + 16)
-        return max(3, self.room // self.stage_bytes)
-
-    @property
-    def lag(self) -> int:
-        """The number of stages after which x follows a packed matrix."""
-        return self.stages - self.x_stages
-
-    @property
-    def bytes_of_stages(self) -> int:
-        return self.x_stages * self.x_bytes + self.stages * self.weight_bytes
+        """Some 100 KB, which keep HBM busy. What a step does beside the product finds room in the rest. Half of a stage
+        of a packed matrix is x, so there are more where an SM has one CTA."""
+        room = SMEM_LIMIT * 3 // 4 if self.weights and self.ctas == 1 else SMEM_LIMIT // 2 - 2048
+        return max(3, room // self.stage_bytes)
 
     @property
     def smem_bytes(self) -> int:
         """Sums lie where stages were."""
-        return 1024 + self.bytes_of_stages + self.stages * 16
+        return 1024 + self.stages * (self.stage_bytes + 16)
 
     @property
     def rows_of_cta(self) -> int:
         """Rows that a CTA of a cluster finishes."""
         return self.tile_m // self.cluster
-
-    @property
-    def rows_at_once(self) -> int:
-        """Rows that a warp finishes at once."""
-        return max(1, min(4, self.rows_of_cta // (4 * CONSUMERS)))
-
-    @property
-    def rows_of_turn(self) -> int:
-        """Rows that all warps of consumers finish at once."""
-        return 4 * CONSUMERS * self.rows_at_once
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -177,5 +130,5 @@ class Config:
     def __post_init__(self):
         if self.tile_m not in (ROWS_OF_WARPGROUP, CONSUMERS * ROWS_OF_WARPGROUP) or self.parts not in (1, 2, 4, 8):
             raise ValueError(f"wanted 64 or 128 rows, and 1, 2, 4 or 8 parts: {self}")
-        if self.stages < 3 or self.tile_m * self.pitch * 4 > self.bytes_of_stages:
+        if self.stages < 3 or self.tile_m * self.pitch * 4 > self.stages * self.stage_bytes:
             raise ValueError(f"SMEM holds {self.stages} stages, wanted 3, and room for sums: {self}")

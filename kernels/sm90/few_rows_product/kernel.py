@@ -150,7 +150,7 @@ class FewRowsProductSm90(Kernel):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = TileAllocator(self.dtype)
-        x = smem.tile(c.tile_m, SLAB, c.x_stages * c.slabs)
+        x = smem.tile(c.tile_m, SLAB, c.stages * c.slabs)
         if cutlass.const_expr(c.weights):
             w = smem.allocate_array(Uint32, c.stages * c.weight_bytes // 4).align(128).toint()
         else:
@@ -163,11 +163,10 @@ class FewRowsProductSm90(Kernel):
         cute.arch.sync_threads()
 
         rank, unit = cute.arch.block_idx()[0] % c.cluster, cute.arch.block_idx()[0] // c.cluster
-        at_once = c.at_once * c.slabs
-        k_tiles, column_tiles = ceil_div(n.k, Int32(at_once * SLAB)), ceil_div(n.n, Int32(c.tile_n))
-        first, last = k_tiles * rank // c.cluster * c.at_once, k_tiles * (rank + 1) // c.cluster * c.at_once
+        k_tiles, column_tiles = ceil_div(n.k, Int32(c.slabs * SLAB)), ceil_div(n.n, Int32(c.tile_n))
+        first, last = k_tiles * rank // c.cluster, k_tiles * (rank + 1) // c.cluster
         if cutlass.const_expr(c.norms):
-            column_tiles, first, last = column_tiles // c.cluster, Int32(0), k_tiles * c.at_once
+            column_tiles, first, last = column_tiles // c.cluster, Int32(0), k_tiles
         row_tiles = ceil_div(n.rows, Int32(c.tile_m))
         row_tile, column_tile = unit % row_tiles, unit // row_tiles % column_tiles
         group = unit // row_tiles // column_tiles
@@ -232,33 +231,27 @@ class FewRowsProductSm90(Kernel):
         last: Int32,
         n: Extents,
     ):
-        """`produce` where w is packed: n in whole tiles of 128, and k in whole pairs of slabs. x follows some stages
-        later, where one is free as soon as one of w is.
-        """
+        """`produce` where w is packed: n in whole tiles of 128, and k in whole pairs of slabs."""
         c, form = self.config, self.config.format
         (tma_x, mX), w = maps
         row_tile, column_tile, group = tile
         gX, sX = tma_tiles(tma_x, cute.local_tile(mX[None, None, group], (c.tile_m, SLAB), (row_tile, None)), x)
         slabs, tiles = ceil_div(n.k, Int32(2 * SLAB)) * 2, ceil_div(n.n, Int32(2 * SLAB)) * 2
         codes = w.toint() + (Int64(group) * tiles + column_tile * c.tiles) * slabs * form.slab_bytes
-        for t in cutlass.range(last - first + c.lag, unroll=1):
-            state = ring.at(t)
+        for t in cutlass.range(first, last, unroll=1):
+            state = ring.at(t - first)
             state.wait_empty()
-            if first + t < last:
-                with cute.arch.elect_one():
-                    state.expect_full(c.stage_bytes)
-                    for i in cutlass.range_constexpr(c.tiles):
-                        copy_bulk_once(
-                            of_w + (state.index * c.tiles + i) * c.tile_bytes,
-                            codes + (Int64(i * slabs) + (first + t) * c.slabs) * form.slab_bytes,
-                            c.tile_bytes,
-                            state.full,
-                        )
-            if t >= c.lag:
-                fill = t - c.lag
-                for i in cutlass.range_constexpr(c.slabs):
-                    source, target = gX[None, (first + fill) * c.slabs + i], sX[None, fill % c.x_stages * c.slabs + i]
-                    cute.copy(tma_x, source, target, tma_bar_ptr=ring.at(fill).full)
+            with cute.arch.elect_one():
+                state.expect_full(c.stage_bytes)
+                for i in cutlass.range_constexpr(c.tiles):
+                    copy_bulk_once(
+                        of_w + (state.index * c.tiles + i) * c.tile_bytes,
+                        codes + (Int64(i * slabs) + t * c.slabs) * form.slab_bytes,
+                        c.tile_bytes,
+                        state.full,
+                    )
+            for i in cutlass.range_constexpr(c.slabs):
+                cute.copy(tma_x, gX[None, t * c.slabs + i], sX[None, state.index * c.slabs + i], tma_bar_ptr=state.full)
 
     @cute.jit
     def consume(
@@ -326,35 +319,28 @@ class FewRowsProductSm90(Kernel):
         c, form = self.config, self.config.format
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         mma, thread = tiled_mma(self.dtype, c.tile_m, K_MAJOR, REGISTERS), cute.arch.thread_idx()[0] % WARPGROUP
-        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(2)]
+        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(c.slabs * c.units)]
         b = operand_b(mma, cute.local_tile(x, (c.tile_m, SLAB), (0, 0, None)))
         acc = [accumulator(mma, c.tile_m) for _ in range(c.units)]
         rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
         if cutlass.const_expr(c.turns_back):
             read_rotations(how[0], rotations, row0, rows)
-        at_once = c.at_once * c.slabs
-        for t in cutlass.range(0, last - first, c.at_once, unroll=1):
-            for j in cutlass.range_constexpr(at_once * c.units):
+        for t in cutlass.range(last - first, unroll=1):
+            state = ring.at(t)
+            state.wait_full()
+            if cutlass.const_expr(c.turns_back):  # noqa: SIM102, at compile time
+                if (first + t + 1) * c.slabs % (HEAD // SLAB) == 0:
+                    self.turn_back(x, (state.index + 1) * c.slabs - 1, rotations)
+            stage = w + (state.index * c.tiles + group * c.units) * c.tile_bytes
+            for j in cutlass.range_constexpr(c.slabs * c.units):
                 slab, unit = j // c.units, j % c.units
-                if cutlass.const_expr(unit == 0):
-                    fill = t + slab // c.slabs
-                    state, of_x = ring.at(fill), fill % c.x_stages * c.slabs + slab % c.slabs
-                if cutlass.const_expr(j % (c.units * c.slabs) == 0):
-                    state.wait_full()
-                stage = w + (state.index * c.tiles + group * c.units) * c.tile_bytes
-                loaded = form.load(stage + (unit * c.tile_bytes + slab % c.slabs * form.slab_bytes), thread)
-                if cutlass.const_expr(c.turns_back and slab == at_once - 1):  # noqa: SIM102, at compile time
-                    if (first + t) * c.slabs % (HEAD // SLAB) == HEAD // SLAB - at_once:
-                        self.turn_back(x, of_x, rotations)
-                if cutlass.const_expr(j >= 2):
-                    warpgroup.wait_group(1)  # the product before the last one, which had the same operand
-                form.decode(operands[j % 2], loaded)
-                fresh = t == 0 if cutlass.const_expr(slab == 0) else False
-                multiply(mma, acc[unit], operands[j % 2], b[None, None, None, of_x], fresh=fresh)
+                loaded = form.load(stage + (unit * c.tile_bytes + slab * form.slab_bytes), thread)
+                form.decode(operands[j], loaded)
+                of_slab = b[None, None, None, state.index * c.slabs + slab]
+                multiply(mma, acc[unit], operands[j], of_slab, fresh=t == 0 if cutlass.const_expr(slab == 0) else False)
             warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(c.at_once):
-                with cute.arch.elect_one():
-                    ring.at(t + i).arrive_empty()
+            with cute.arch.elect_one():
+                state.arrive_empty()
         cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # all stages have been read
         for unit in cutlass.range_constexpr(c.units):
             sums = by_column(acc[unit])
@@ -389,26 +375,17 @@ class FewRowsProductSm90(Kernel):
         """A CTA's rows of the cluster's tile: the sums of all parts, in order."""
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, c.rows_of_turn, unroll=1):
-            rows = self.rows_from(rank, i)
-            if row0 + rows[0] < n.rows:
+        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+            row = rank * c.rows_of_cta + i
+            if row0 + row < n.rows:
                 for chunk in cutlass.range_constexpr(c.tile_n // (WARP * CHUNK)):
                     column = (chunk * WARP + lane) * CHUNK
-                    totals = [self.total(partial + (row * c.pitch + column) * 4) for row in rows]
+                    total = self.total(partial + (row * c.pitch + column) * 4)
                     at = column_tile * c.tile_n + column
-                    for j in cutlass.range_constexpr(len(rows)):
-                        row = row0 + rows[j]
-                        if row < n.rows:
-                            if at < n.n:
-                                put(y + ((Int64(row) * n.groups + group) * n.n + at), totals[j])
-                            if cutlass.const_expr(y.dtype is Float32):
-                                self.put_low_rank(low, row, column_tile, column, totals[j])
-
-    def rows_from(self, rank: Int32, i: Int32) -> list[Int32]:
-        """Rows of the cluster's tile that a warp finishes at once, in ascending order: so that it waits once for what
-        it reads, and not for each of them."""
-        c = self.config
-        return [rank * c.rows_of_cta + i + j * 4 * CONSUMERS for j in range(c.rows_at_once)]
+                    if at < n.n:
+                        put(y + ((Int64(row0 + row) * n.groups + group) * n.n + at), total)
+                    if cutlass.const_expr(y.dtype is Float32):
+                        self.put_low_rank(low, row0 + row, column_tile, column, total)
 
     def total(self, place: Int32) -> list:
         """A lane's numbers of a row: the sums of all parts, in order."""
@@ -438,7 +415,7 @@ class FewRowsProductSm90(Kernel):
         partial: Int32,
         rank: Int32,
         row0: Int32,
-        column_tile: Int32,
+        head: Int32,
         y: cute.Pointer,
         how: tuple,
         n: Extents,
@@ -447,33 +424,27 @@ class FewRowsProductSm90(Kernel):
         ones turned."""
         c, lane, (table, norm) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, c.rows_of_turn, unroll=1):
-            rows = self.rows_from(rank, i)
-            if row0 + rows[0] < n.rows:
-                places = [cutlass.min(row0 + row, n.rows - 1) for row in rows]
-                of_x, cos_sin = [squares_of(norm, at) for at in places], [rotation(table, at) for at in places]
-                heads = []
-                for row in rows:
-                    columns = [(chunk * WARP + lane) * CHUNK for chunk in range(HEAD // (WARP * CHUNK))]
-                    here = [partial + (row * c.pitch + column % c.tile_n) * 4 for column in columns]
-                    heads.append([load_four_of(at, i * WARP * CHUNK // c.tile_n) for i, at in enumerate(here)])
-                of_rows = factors(norm, of_x, n.k)
-                heads = [[[x * f for x in chunk] for chunk in head] for head, f in zip(heads, of_rows, strict=True)]
-                squares = []
-                for head in heads:
-                    total = Float32(0.0)
-                    for x in [x for chunk in head for x in chunk]:
-                        total += x * x
-                    squares.append(cute.arch.warp_reduction_sum(total))
-                of_heads = [cute.math.rsqrt(x * (1.0 / HEAD) + norm.eps, fastmath=True) for x in squares]
-                for j in cutlass.range_constexpr(len(rows)):
-                    if row0 + rows[j] < n.rows:
-                        for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
-                            z = [x * of_heads[j] for x in heads[j][chunk]]
-                            if cutlass.const_expr(chunk == HEAD // (WARP * CHUNK) - 1):
-                                z = turned_by(z, cos_sin[j])
-                            at = Int64(row0 + rows[j]) * n.n + column_tile * HEAD + (chunk * WARP + lane) * CHUNK
-                            put(y + at, z)
+        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+            row = rank * c.rows_of_cta + i
+            if row0 + row < n.rows:
+                of_x, cos_sin, chunks = squares_of(norm, row0 + row), rotation(table, row0 + row), []
+                for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
+                    column = (chunk * WARP + lane) * CHUNK
+                    here = partial + (row * c.pitch + column % c.tile_n) * 4
+                    chunks.append(load_four_of(here, chunk * WARP * CHUNK // c.tile_n))
+                of_row = factor(norm, of_x, n.k)
+                chunks = [[x * of_row for x in chunk] for chunk in chunks]
+                squares = Float32(0.0)
+                for x in [x for chunk in chunks for x in chunk]:
+                    squares += x * x
+                squares = cute.arch.warp_reduction_sum(squares)
+                of_head = cute.math.rsqrt(squares * (1.0 / HEAD) + norm.eps, fastmath=True)
+                for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
+                    z = [x * of_head for x in chunks[chunk]]
+                    if cutlass.const_expr(chunk == HEAD // (WARP * CHUNK) - 1):
+                        z = turned_by(z, cos_sin)
+                    at = Int64(row0 + row) * n.n + head * HEAD + (chunk * WARP + lane) * CHUNK
+                    put(y + at, z)
 
     @cute.jit
     def finish_index_query(
@@ -483,39 +454,29 @@ class FewRowsProductSm90(Kernel):
         after each step as an array is; and the head's weights."""
         c, lane, (table, norm, weights) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, c.rows_of_turn, unroll=1):
-            rows = self.rows_from(rank, i)
-            if row0 + rows[0] < n.rows:
-                places = [cutlass.min(row0 + row, n.rows - 1) for row in rows]
-                of_x, cos_sin = [squares_of(norm, at) for at in places], [rotation(table, at) for at in places]
-                given = [load(weights.given + (Int64(at) * weights.columns + weights.column + head)) for at in places]
-                totals = [self.total(partial + (row * c.pitch + lane * CHUNK) * 4) for row in rows]
-                of_rows = factors(norm, of_x, n.k)
-                made = [self.index_query(x, f, t, lane) for x, f, t in zip(totals, of_rows, cos_sin, strict=True)]
-                for j in cutlass.range_constexpr(len(rows)):
-                    if row0 + rows[j] < n.rows:
-                        at, (numbers, of_codes) = Int64(row0 + rows[j]), made[j]
-                        place = y + ((at * n.n + head * INDEX_D) + lane * CHUNK)
-                        if cutlass.const_expr(c.to_fp8):
-                            write_words(numbers, place, CHUNK // 4)
-                        else:
-                            put(place, numbers)
-                        if lane == 0:
-                            weight = given[j] * weights.scale
-                            store(weights.made + (at * (n.n // INDEX_D) + head), weight * of_codes)
-
-    def index_query(self, total: list, of_row: Float32, cos_sin: list, lane: Int32) -> tuple:
-        """A lane's numbers of a row, or words of codes and the scale of all of them."""
-        values = cute.make_rmem_tensor(CHUNK, Float32)
-        fill(values, [x * of_row for x in total])
-        rounded(values, self.dtype)
-        fill(values, turned_by([values[j] for j in range(CHUNK)], cos_sin))
-        rounded(values, self.dtype)
-        hadamard(values, lane, INDEX_D)
-        if not self.config.to_fp8:
-            return [values[j] for j in range(CHUNK)], 1.0
-        rounded(values, self.dtype)
-        return quantized(values, WARP)
+        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+            row = rank * c.rows_of_cta + i
+            if row0 + row < n.rows:
+                at, of_x, cos_sin = Int64(row0 + row), squares_of(norm, row0 + row), rotation(table, row0 + row)
+                weight = load(weights.given + (at * weights.columns + weights.column + head))
+                total = self.total(partial + (row * c.pitch + lane * CHUNK) * 4)
+                of_row, weight = factor(norm, of_x, n.k), weight * weights.scale
+                values = cute.make_rmem_tensor(CHUNK, Float32)
+                fill(values, [x * of_row for x in total])
+                rounded(values, self.dtype)
+                fill(values, turned_by([values[j] for j in range(CHUNK)], cos_sin))
+                rounded(values, self.dtype)
+                hadamard(values, lane, INDEX_D)
+                place = y + ((at * n.n + head * INDEX_D) + lane * CHUNK)
+                if cutlass.const_expr(c.to_fp8):
+                    rounded(values, self.dtype)
+                    words, of_codes = quantized(values, WARP)
+                    write_words(words, place, CHUNK // 4)
+                    weight *= of_codes
+                else:
+                    put(place, [values[j] for j in range(CHUNK)])
+                if lane == 0:
+                    store(weights.made + (at * (n.n // INDEX_D) + head), weight)
 
     def examples(self, variant: FewRowsProduct) -> tuple:
         result = "float32" if variant.to_float32 else "bytes" if variant.to_fp8 else variant.dtype
@@ -542,12 +503,11 @@ def squares_of(norm: Norm, row: Int32) -> Float32:
 
 
 @cute.jit
-def factors(norm: Norm, squares: list, k: Int32) -> list:
-    """Returns what rows of x are left to be multiplied by, out of `squares_of` them."""
-    found = [Float32(1.0) for _ in squares]
+def factor(norm: Norm, squares: Float32, k: Int32) -> Float32:
+    """Returns what a row of x is left to be multiplied by, out of `squares_of` it."""
+    found = Float32(1.0)
     if norm.tiles > 0:
-        means = [cute.arch.warp_reduction_sum(x) / Float32(k) for x in squares]
-        found = [cute.math.rsqrt(x + norm.eps, fastmath=True) for x in means]
+        found = cute.math.rsqrt(cute.arch.warp_reduction_sum(squares) / Float32(k) + norm.eps, fastmath=True)
     return found
 
 
