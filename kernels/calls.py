@@ -197,7 +197,8 @@ def mla_gradient(op: str, mode: Mode = PLAIN) -> Target:
     point. A bound is 64 bits for a key, the low word first.
     """
     sources, attributes = SOURCES[op.replace("_bwd", "_fwd")], SCALE
-    rows, resolution = of_rows(f"b s_q h_q {mode.d_v or 'd'}"), arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
+    rows = of_rows(f"b s_q h_q {mode.d_v or 'd'}")
+    resolution = arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
     results: Arrays
     if mode.bounds:
         rows = (*rows, array("most_of_p: f32[b s_q h_q]", "table"))

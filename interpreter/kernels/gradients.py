@@ -214,7 +214,8 @@ def wrong(got: Sequence[Array], x: Operands, scale: float) -> list[tuple[str, Ar
     """
     unit, least = {"bfloat16": (2.0**-8, 1e-30), "float16": (2.0**-11, 2.0**-25)}[x.attention.q.dtype.name]
     results, (wanted, terms) = [], _gradient(x, scale)
-    names = ("dq", "dk", "dv") if x.attention.has_separate_values else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
+    separate = x.attention.has_separate_values
+    names = ("dq", "dk", "dv") if separate else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
     for name, g, want, noise in zip(names, got, wanted, terms, strict=True):
         rounded = g.dtype == x.attention.q.dtype
         g = g.astype(np.float64).reshape(want.shape)

@@ -46,7 +46,8 @@ class GradientRow(Row):
         return self.attention.calls
 
     def inputs(self, sets: int) -> list[Operands]:
-        return [x | {"do": jnp.roll(x["q"], 1, axis=1)} for x in self.attention.inputs(sets)]
+        d_v = self.attention.d_v
+        return [x | {"do": jnp.roll(x["q"], 1, axis=1)[..., :d_v]} for x in self.attention.inputs(sets)]
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
         """Both passes, and the forward one."""

@@ -141,10 +141,10 @@ class Config:
     def slabs_of_piece(self) -> int:
         return self.d_v // self.pieces // SLAB
 
-    def slabs(self, piece: int) -> range:
-        """The slabs of a piece of the columns; RoPE's is with the last one."""
-        first = piece * self.slabs_of_piece
-        return range(first, self.d // SLAB if piece == self.pieces - 1 else first + self.slabs_of_piece)
+    def slabs(self, piece: int, d: int | None = None) -> range:
+        """The slabs of a piece of the columns, of d; RoPE's is with the last one."""
+        first, stop = (i * self.slabs_of_piece for i in (piece, piece + 1))
+        return range(first, (d or self.d) // SLAB if piece == self.pieces - 1 else stop)
 
     def piece_of(self, column: int) -> int:
         return min(column // (self.slabs_of_piece * SLAB), self.pieces - 1)
@@ -170,8 +170,8 @@ class Config:
             raise ValueError(
                 f"d_v must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d_v}"
             )
-        if self.rope not in (0, SLAB) or (self.rope and (self.cluster > 1 or self.turns)):
-            raise ValueError(f"rope must be 0, or {SLAB} of single CTAs where q is ready, got {self.rope}")
+        if self.rope not in (0, SLAB) or (self.rope and (self.cluster > 1 or self.turns or self.chunks_of_left)):
+            raise ValueError(f"rope must be 0, or {SLAB} of single CTAs where q is ready and right makes all chunks")
         at_launch = registers_at_launch(self.threads)
         if sum(self.registers) > 3 * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")

@@ -130,7 +130,7 @@ class KvGradient:
         of_rows = tuple(
             tuple(operand(x, chunk) for x in (smem.do, smem.q)[chunk.column0 >= c.d_v :]) for chunk in chunks
         )
-        of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(1 if c.reads_ds else 2))
+        of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2 - c.reads_ds))
         with_ds = mma
         if c.reads_ds:
             with_ds = tiled_mma(dtype, c.chunk, MN_MAJOR, a_major=MN_MAJOR)
@@ -148,7 +148,8 @@ class KvGradient:
         """Loads P and dS of a tile, or P alone, from SMEM, where they are rows x keys."""
         atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), smem.p.element_type)
         copy = cute.make_tiled_copy_A(atom, self.mma[0]).get_slice(thread_again())
-        for tile, operand in zip((smem.p, smem.ds)[: 1 if self.config.reads_ds else 2], self.of_keys, strict=False):
+        tiles = (smem.p, smem.ds)[: 2 - self.config.reads_ds]
+        for tile, operand in zip(tiles, self.of_keys, strict=False):
             cute.copy(atom, copy.partition_S(transposed(tile)), copy.retile(operand))
 
     @cute.jit
@@ -161,7 +162,7 @@ class KvGradient:
             multiply(mma, self.acc[i % self.config.under_way], of_keys, self.of_rows[i][j], fresh=j == 0)
 
     def groups(self, chunks: range) -> int:
-        """How many groups of products make these chunks, as far as there are such."""
+        """The number of groups of products that make these chunks, as far as there are such."""
         return sum(len(self.of_rows[i]) for i in chunks if i < len(self.chunks))
 
     @cute.jit

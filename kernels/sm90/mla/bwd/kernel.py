@@ -23,6 +23,11 @@ not fit into L2; the tensor cores have 2.9 us of work. Where two tiles of rows h
 or neighbouring rows of a span), a cluster of two CTAs takes them. From each pair of right's chunks a CTA keeps one and
 sends the other to its peer through distributed shared memory; to the one it keeps it adds what the peer sends.
 
+Where RoPE's numbers follow those that are values, Q and K have a slab more. It takes 16 KiB, so chunks have no place
+in SMEM: single CTAs add out of registers, or in fixed point through P's place. dQ's 64 columns more are 16 registers
+on each side. For these left makes dP of half a tile's keys at a time, and right, which makes all chunks, reads dS' from
+SMEM; so P and dS are written for the next tile when the last chunk of this one is made.
+
 The producer lists every tile of keys in SMEM: where each key is, or that it is absent. Zeros replace an absent key, its
 P is 0, and nothing is added for it. Zeros also replace rows that do not exist, or that see no key.
 """
@@ -72,8 +77,7 @@ from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 from .turn import AT_ONCE, BOTH_SIDES, SUM, add_squares, do_row, store_gradient, store_zeros, turn_rows, write_scales
 
-
-LOADED = 2  # the number of a barrier: right has P and dS of a tile in registers
+LOADED = 2  # the number of a barrier: right has P of a tile in registers
 
 
 class MlaBwdSm90(MlaBackwardKernel):
@@ -230,7 +234,8 @@ class MlaBwdSm90(MlaBackwardKernel):
                     cute.arch.mbarrier_arrive(bar.published)
             for source, target, places, d in ((rows.q, smem.q, offsets, c.d), (rows.do, smem.do, of_do, c.d_v)):
                 target0 = target.iterator.toint() + offset0
-                for slab in (x for x in c.slabs(piece) if x * SLAB < d):
+                slabs = c.slabs(piece, d)
+                for slab in range(slabs.start, slabs.stop):
                     for i in range(count):
                         place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
                         copy_or_zero(place, (source + (places[i] + slab * SLAB)).toint(), sizes[i])
@@ -576,7 +581,8 @@ def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
         variant.d,
         variant.dtype,
         variant.sources,
-        # integers take four times as many instructions, for which left has no registers
+        # integers take four times as many instructions, for which left has no registers; where RoPE's columns are
+        # apart, right makes all chunks
         chunks_of_left=0 if variant.deterministic or rope else Config.chunks_of_left,
         deterministic=variant.deterministic and not variant.bounds,
         bounds=variant.bounds,
