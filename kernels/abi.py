@@ -39,10 +39,11 @@ class Mode:
         return self.precision == BF16_ROPE
 
 
-PLAIN, ROTARY, BOUNDS = Mode(), Mode(rotary=True), Mode(bounds=True)
+PLAIN, ROTARY = Mode(), Mode(rotary=True)
 FEW_HEADS, BY_COLUMNS = Mode(order="few_heads"), Mode(order="by_columns")
 BF16_ROPE = "e4m3_bf16_rope"  # scores take RoPE's dimensions, the last ones, by products of bfloat16
 FIRST_512 = Mode(d_v=512)  # of latents that end with RoPE's numbers, which are no values
+BOUNDS, BOUNDS_OF_576 = Mode(bounds=True), Mode(bounds=True, d_v=512)
 FP8 = ("e4m3", BF16_ROPE)  # precisions with keys as codes of e4m3, each in a unit of its own
 UNIT_BYTES = 16  # at the end of such a key, of which the first two are its unit, a power of two in bfloat16
 
@@ -317,6 +318,11 @@ class MlaBackward(Variant):
     @property
     def gathers(self) -> bool:
         return gathers(self.sources)
+
+    @property
+    def d_v(self) -> int:
+        """The head dimension of values and of dout."""
+        return self.mode.d_v or self.d
 
     @property
     def turns(self) -> bool:

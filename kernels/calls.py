@@ -9,6 +9,7 @@ from .abi import (
     BACKWARD_OPS,
     BF16_ROPE,
     BOUNDS,
+    BOUNDS_OF_576,
     BY_COLUMNS,
     FEW_HEADS,
     FIRST_512,
@@ -196,7 +197,8 @@ def mla_gradient(op: str, mode: Mode = PLAIN) -> Target:
     point. A bound is 64 bits for a key, the low word first.
     """
     sources, attributes = SOURCES[op.replace("_bwd", "_fwd")], SCALE
-    rows, resolution = OF_ROWS, arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
+    rows = of_rows(f"b s_q h_q {mode.d_v or 'd'}")
+    resolution = arrays(f"resolution: f32[{1 if mode.bounds else 'n_resolution'}]")
     results: Arrays
     if mode.bounds:
         rows = (*rows, array("most_of_p: f32[b s_q h_q]", "table"))
@@ -263,6 +265,7 @@ TARGETS = (
     *map(mla_gradient, BACKWARD_OPS),
     *(mla_gradient(op, ROTARY) for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")),
     *(mla_gradient(op, BOUNDS) for op in BACKWARD_OPS),
+    *(mla_gradient(op, mode) for mode in (FIRST_512, BOUNDS_OF_576) for op in ("mla_span_bwd", "mla_sparse_bwd")),
     mha_gradient("mha_bwd", SOURCES["mha_fwd"], *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
     mha_gradient("mha_bwd_shared_kv", SPAN_OF_HEADS, array("dk: T[b s_kv h_kv d]")),
     Target(

@@ -7,6 +7,7 @@ from typing import Any
 from .abi import (
     ANY,
     BOUNDS,
+    BOUNDS_OF_576,
     BY_COLUMNS,
     FEW_HEADS,
     FEW_ROWS,
@@ -197,6 +198,11 @@ VARIANTS: tuple[Variant, ...] = (
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", deterministic=deterministic, max_heads=64)
         for deterministic in (False, True)
         for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd")
+    ),
+    *(
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 576, "bfloat16", deterministic=deterministic, mode=mode)
+        for mode, deterministic in ((FIRST_512, False), (FIRST_512, True), (BOUNDS_OF_576, True))
+        for op in ("mla_span_bwd", "mla_sparse_bwd")
     ),
     *(
         MlaBackward(op, "sm_90a", MLA_FEW_HEADS_BACKWARD, 512, "bfloat16", deterministic=deterministic, max_heads=16)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, dsv4_decode
+from jax_dsv4_fmha import Cache, dsv4_decode, sparse_fmha
 from jax_dsv4_fmha._bench import SUITES, devices, layer, measure, prompt, v41
 from jax_dsv4_fmha._bench.attention import FmhaRow, LayerRow, SparseRow
 from jax_dsv4_fmha._bench.decode import DecodeRow, LayersRow, permutations, step
@@ -106,16 +106,16 @@ class TestBench:
         else:
             keys = row.window + (row.topk or row.s_kv)
         queries = row.b * row.s_q * row.h_q
-        assert row.flops == pytest.approx(4 * row.d * queries * keys)
-        assert row.bytes > queries * (4 * row.d + 4)
+        assert row.flops == pytest.approx(2 * (row.d + row.d_v) * queries * keys)
+        assert row.bytes > queries * (2 * (row.d + row.d_v) + 4)
 
     @pytest.mark.parametrize("row", SUITES["grad"].rows, ids=lambda row: row.name)
     def test_work_of_a_gradient(self, row):
-        """Five products; o, its gradient and dq, dk and dv beside what the forward pass moves."""
+        """Five products, and of RoPE's numbers three; do and dq, and dkv beside what the forward pass moves."""
         x = row.attention
-        keys = x.s_kv + x.s_c if isinstance(x, LayerRow) else x.s_kv * x.h_kv
-        assert row.flops == 2.5 * x.flops
-        assert row.bytes == x.bytes + 4 * x.d * x.b * (x.s_q * x.h_q + keys)
+        keys = x.s_kv + x.s_c if isinstance(x, LayerRow) else x.s_kv * getattr(x, "h_kv", 1)
+        assert row.flops == pytest.approx(2 * x.h_q * x.visible * (3 * x.d + 2 * x.d_v))
+        assert row.bytes == x.bytes + 2 * x.b * (x.s_q * x.h_q * (x.d + x.d_v) + keys * 2 * x.d)
 
     @pytest.mark.parametrize(
         "row", [r for r in SUITES["layer"].rows if isinstance(r, layer.LayerRow)], ids=lambda r: r.name
@@ -298,6 +298,16 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
         forward = {"seconds": 1.0, "rounds": [1.0, 1.0, 2.0], "kernels": {"a": 1.0}}
         times = row.times({"ours": both, "ours_forward": forward, "xla": both}, found)
         assert times == {"ours": {"seconds": 4.0, "rounds": [3.0, 4.0, 5.0], "kernels": {"b": 4.0}}, "both": both}
+
+    def test_a_gradient_of_latents(self):
+        """Its cotangent is as wide as V."""
+        row = next(row for row in SUITES["grad"].rows if row.attention.d == 576)
+        small = dataclasses.replace(row.attention, s_q=3, s_kv=9, h_q=2, topk=4)
+        (operands,) = dataclasses.replace(row, attention=small).inputs(1)
+        do, kv, indices = (operands.pop(name) for name in ("do", "kv", "indices"))
+        f = lambda q, kv: sparse_fmha(q, kv, indices, d_v=512, implementation="reference")[0]  # noqa: E731
+        _, vjp = jax.vjp(f, operands["q"], kv)
+        assert [x.shape for x in vjp(do)] == [(1, 3, 2, 576), (1, 9, 576)]
 
     @pytest.mark.parametrize("caches", ["", "fp8"])
     @pytest.mark.parametrize("topk", [0, 7])

@@ -164,17 +164,31 @@ def test_kernels_take_latents_of_576(on_hopper, name, how):
     assert ("mla_span_fwd_v512" if name == "span" else "mla_sparse_fwd_v512") in text
 
 
+def gradient_of(f):
+    return jax.grad(lambda q, kv, *rest: f(q, kv, *rest)[0].astype(jnp.float32).sum(), (0, 1))
+
+
 def test_deterministic_gradients(on_hopper):
     """As elsewhere where there is no kernel: of selections XLA adds in no fixed order, of spans in one."""
     how = {"deterministic": True}
     for name, is_error in (("span", False), ("selection", True)):
-        f, x = of_width(576, 512, **how)[name]
-        grad = jax.grad(lambda *x, f=f: f(*x)[0].astype(jnp.float32).sum())
+        f, x = of_width(576, 448, **how)[name]
         if not is_error:
-            jax.eval_shape(grad, *x)
+            jax.eval_shape(gradient_of(f), *x)
             continue
-        with pytest.raises(NotImplementedError, match="deterministic: got True for bfloat16, d=576, d_v=512"):
-            jax.eval_shape(grad, *x)
+        with pytest.raises(NotImplementedError, match="deterministic: got True for bfloat16, d=576, d_v=448"):
+            jax.eval_shape(gradient_of(f), *x)
+
+
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("name", ["span", "selection"])
+def test_kernels_make_gradients_of_latents_of_576(on_hopper, name, how):
+    f, x = of_width(576, 512, **how)[name]
+    *_, decision = explain(gradient_of(f), *x)
+    assert decision.implementation == "kernel", decision
+    text = jax.jit(gradient_of(f)).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    op = "mla_span" if name == "span" else "mla_sparse"
+    assert (f"{op}_bounds_v512" in text) == bool(how) and f"{op}_bwd_v512" in text
 
 
 @pytest.mark.parametrize(
@@ -218,6 +232,33 @@ def assert_as_in_float32(f, *x):
     assert_right(got, jax.jit(functools.partial(f, implementation="reference"))(*wide))
 
 
+def assert_gradients_as_in_float32(f, deterministic, *x):
+    """Of both results; P, dS and gradients are rounded to bfloat16. With deterministic, the same bits again."""
+    cotangents = normal(7, *x[0].shape[:-1], 512), normal(8, *x[0].shape[:-1])
+
+    def gradients(implementation, **how):
+        def loss(*x):
+            o, lse = f(*x, implementation=implementation, **how)
+            return sum(jnp.sum(a.astype(jnp.float32) * b) for a, b in zip((o, lse), cotangents, strict=True))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+    run = gradients("cubin", deterministic=deterministic)
+    got = run(*x)
+    want = gradients("reference")(*(y.astype(jnp.float32) for y in x))
+    for name, g, w in zip(("dq", "dkv", "dsink"), got, want, strict=True):
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        bound = 0.02 * np.abs(w) + 0.02 * np.sqrt(np.mean(np.square(w), -1, keepdims=True)) + 1e-6
+        assert np.mean(np.abs(g - w) <= bound) > 0.999, name
+        assert np.sum(np.square(g - w)) < 1e-4 * np.sum(np.square(w)), name
+    if deterministic:
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(as_bits, got), jax.tree.map(as_bits, run(*x)))
+
+
+def as_bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 class TestKernel:
@@ -238,6 +279,21 @@ class TestKernel:
         indices = jax.random.randint(jax.random.key(3), (2, S, topk), -50, 900, jnp.int32).at[1, 7].set(-1)
         f = lambda *x, **how: sparse_fmha(*x[:3], d_v=512, sink=x[3], **how)  # noqa: E731
         assert_as_in_float32(f, q, kv, indices, sink)
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize(("name", "h"), [("causal", 1), ("causal", 128), ("window", 24), ("packed", 64)])
+    def test_gradients_over_spans(self, name, h, deterministic):
+        q, kv, sink = latents(h)
+        f = lambda q, kv, sink, **how: fmha(q, kv[:, :, None], d_v=512, span=SPANS[name], sink=sink, **how)  # noqa: E731
+        assert_gradients_as_in_float32(f, deterministic, q, kv, sink)
+
+    @pytest.mark.parametrize("deterministic", [False, True])
+    @pytest.mark.parametrize(("topk", "h"), [*((64, h) for h in (1, 16, 64, 128)), (500, 72)])
+    def test_gradients_over_selections(self, topk, h, deterministic):
+        q, kv, sink = latents(h, s_kv=900)
+        indices = jax.random.randint(jax.random.key(3), (2, S, topk), -50, 900, jnp.int32).at[1, 7].set(-1)
+        f = lambda q, kv, sink, **how: sparse_fmha(q, kv, indices, d_v=512, sink=sink, **how)  # noqa: E731
+        assert_gradients_as_in_float32(f, deterministic, q, kv, sink)
 
     @pytest.mark.parametrize("h", [16, 64])
     def test_few_queries_over_many_keys(self, h):

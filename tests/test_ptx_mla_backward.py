@@ -56,6 +56,7 @@ RUNS = [run for run in TURNING if run[0] in BUILT] + [
     if (not v.turns and not v.deterministic and (case != "groups" or v.op == "mla_span_bwd") and not is_like(v, case))
     or ((v.name, case) == ("csa_bwd", "few") and not v.deterministic)
     or (v.deterministic and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns")))
+    or (v.deterministic and (v.name, case) == ("mla_sparse_bwd_v512", "turns"))
     or (v.bounds and (v.op, case) in (("mla_sparse_bwd", "few"), ("hca_bwd", "window")))
 ]
 
@@ -138,6 +139,8 @@ def test_agrees_with_hardware(key):
 SPAN, SELECTION = "mla_span_bwd_sm_90a_d512_bfloat16", "mla_sparse_bwd_sm_90a_d512_bfloat16_h64"
 BOTH = "csa_bwd_sm_90a_d512_bfloat16_h64"
 FEW = "mla_sparse_bwd_sm_90a_d512_bfloat16_h16"
+LATENT = "mla_sparse_bwd_v512_sm_90a_d576_bfloat16"
+FIXED_LATENT = f"{LATENT}_deterministic"
 FIXED = "mla_span_bwd_sm_90a_d512_bfloat16_deterministic"
 BOUND = "mla_span_bounds_sm_90a_d512_bfloat16_deterministic"
 TURNED = "mla_span_bwd_turned_sm_90a_d512_bfloat16_h64"
@@ -148,6 +151,8 @@ OF_FAULTS = {
     SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
     BOTH: {"b": 1, "s_q": 3, "s_kv": 150, "h_q": 8, "s_kv1": 70, "topk": 20, "width": ALL_KEYS},
     FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
+    LATENT: {"b": 1, "s_q": 2, "s_kv": 300, "h_q": 24, "topk": 150},
+    FIXED_LATENT: {"b": 1, "s_q": 2, "s_kv": 200, "h_q": 24, "topk": 100},
     TURNED: {"b": 1, "s_q": 5, "s_kv": 94, "h_q": 50, "width": 64},  # several tiles of rows
 }
 BARRIERS = [  # in the order of their addresses
@@ -189,6 +194,14 @@ def kept_over(text: str) -> str:
     of_right = slice(of_left, of_left + 1)
     not_first = re.findall(PRODUCT.format(256) + r"[^;]*\}, %rd\d+, %rd\d+, p", text)[0]
     return edits.replace(text, PRODUCT.format(32), lambda m: m[0].replace(f"{m[1]},", f"{not_first},", 1), of_right)
+
+
+def forgetful_of_rope(text: str) -> str:
+    """Right's products for RoPE's columns of dQ, the first 32 after its 256, are fresh with each tile of keys."""
+    before = text[: text.rindex("m64n256k16")].count("m64n32k16")
+    return edits.replace(
+        text, PRODUCT.format(32), lambda m: m[0].replace(f"{m[1]},", "0,", 1), slice(before, before + 1)
+    )
 
 
 def delta_of_another_row(text: str) -> str:
@@ -370,6 +383,35 @@ FAULTS = [
         lambda text: edits.replace(
             text, r"shfl\.sync\.bfly\.b32\s+(%r\d+), %r\d+, 4, 31, -1;", lambda m: f"mov.b32 {m[1]}, 0;"
         ),
+    ),
+    PlantedFault(
+        "RoPE's columns of dQ forget the keys before",
+        LATENT,
+        Wrong,
+        r"^dq is wrong in \d+ of 48 rows, columns 544\.\.575, first",
+        forgetful_of_rope,
+    ),
+    PlantedFault(
+        "P and dS are written over while chunks of RoPE's columns read dS",
+        LATENT,
+        Race,
+        late(r"stmatrix", r"2[12]\d{4}"),
+        without_waiting("p_ds_empty"),
+    ),
+    PlantedFault(
+        "a chunk in fixed point is written over P that is not loaded",
+        FIXED_LATENT,
+        Race,
+        r"(?s)st\.shared.*overwrites SMEM[^\n]* while nothing orders this and the read by [^\n]*ldmatrix"
+        r"|ldmatrix.*reads SMEM[^\n]* while nothing orders this and the write by [^\n]*st\.shared",
+        lambda text: edits.replace(text, r"bar\.sync\s+2, 128;", ""),
+    ),
+    PlantedFault(
+        "RoPE's numbers of keys come in late",
+        LATENT,
+        (Race, Undefined),
+        r"(?s)wgmma.*reads SMEM.*(nothing orders this and the write by .*cp\.async|which nobody wrote)",
+        without_waiting("k_full3"),
     ),
     PlantedFault(
         "the slab that is turned comes in while the rows before need it",

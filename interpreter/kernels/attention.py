@@ -65,6 +65,11 @@ class Operands:
         """Columns of o."""
         return int(self.sources[0].v.shape[-1])
 
+    @property
+    def has_separate_values(self) -> bool:
+        """True if keys and values are two arrays."""
+        return self.mode.d_v == 0 and self.sources[0].k is not self.sources[0].v
+
     def named(self) -> dict[str, Array]:
         """Returns the arrays that a launch is handed, by the names of their addresses."""
         found = {"q": self.q, "sink": self.sink} | ({} if self.table is None else {"table": self.table})

@@ -92,13 +92,13 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     b, s_q, _, d = a.q.shape
     p, ds, q, do, k = _products(x, scale)
     h_kv = k.shape[1]
-    separate = a.sources[0].k is not a.sources[0].v
 
     def split(dq: Array, dk: Array, dv: Array) -> tuple[Array, ...]:
         dq = dq.reshape(b, h_kv, s_q, -1, d).swapaxes(1, 2).reshape(a.q.shape)
-        if separate:
+        if a.has_separate_values:
             return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
-        return dq, *of_sources(a, dk + dv)
+        dk[..., : dv.shape[-1]] += dv
+        return dq, *of_sources(a, dk)
 
     with np.errstate(under="ignore"):
         squares = (
@@ -112,7 +112,7 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
 def _products(x: Operands, scale: float) -> tuple[Array, ...]:
     """P times the sink's factor, dS, q, do and the keys, [b, h_kv, rows or keys, ...]."""
     a = x.attention
-    b, s_q, h_q, d = a.q.shape
+    b, s_q, h_q, _ = a.q.shape
     counts = np.concatenate([keys.counts for keys in a.sources], axis=-1)
     seen = any_query(counts)[..., None, None]
     h_kv, sees = a.sources[0].k.shape[2], counts.any(-1)
@@ -123,9 +123,9 @@ def _products(x: Operands, scale: float) -> tuple[Array, ...]:
         for name in ("k", "v")
     )
 
-    def rows(y: Array) -> Array:  # [b, h_kv, s_q * group, d or 1]
+    def rows(y: Array) -> Array:  # [b, h_kv, s_q * group, n or 1]
         y = np.where(sees.reshape(b, s_q, *[1] * (y.ndim - 2)), y, 0).astype(np.float64)
-        width = d if y.ndim == 4 else 1
+        width = y.shape[3] if y.ndim == 4 else 1
         return y.reshape(b, s_q, h_kv, -1, width).swapaxes(1, 2).reshape(b, h_kv, -1, width)
 
     q, do, lse, sink_factor, delta = map(rows, (a.q, x.do, x.lse, x.sink_factor, x.delta))
@@ -214,7 +214,7 @@ def wrong(got: Sequence[Array], x: Operands, scale: float) -> list[tuple[str, Ar
     """
     unit, least = {"bfloat16": (2.0**-8, 1e-30), "float16": (2.0**-11, 2.0**-25)}[x.attention.q.dtype.name]
     results, (wanted, terms) = [], _gradient(x, scale)
-    separate = x.attention.sources[0].k is not x.attention.sources[0].v
+    separate = x.attention.has_separate_values
     names = ("dq", "dk", "dv") if separate else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
     for name, g, want, noise in zip(names, got, wanted, terms, strict=True):
         rounded = g.dtype == x.attention.q.dtype

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import tables
-from .attention import PromptRow, causal, layer, window
+from .attention import PromptRow, causal, layer, top_k, window
 from .measure import Contestant, Operands, Times, compiled
 from .row import CallRow, Row, Suite
 
@@ -27,14 +27,15 @@ class GradientRow(Row):
 
     @property
     def flops(self) -> float:
-        """Five products in place of two."""
-        return 2.5 * self.attention.flops
+        """Five products in place of two: three with as many columns as K has, and two with as many as V has."""
+        d, d_v = self.attention.d, self.attention.d_v
+        return self.attention.flops * (3 * d + 2 * d_v) / (d + d_v)
 
     @property
     def bytes(self) -> float:
         """The bytes of the forward pass, and those of o, do and dq, and of the gradients of keys."""
         x = self.attention
-        return x.bytes + (x.b * x.s_q * x.h_q + x.key_rows) * 4.0 * x.d
+        return x.bytes + x.b * x.s_q * x.h_q * 2.0 * (x.d + x.d_v) + x.key_rows * 4.0 * x.d
 
     @property
     def case(self) -> dict[str, Any]:
@@ -45,7 +46,8 @@ class GradientRow(Row):
         return self.attention.calls
 
     def inputs(self, sets: int) -> list[Operands]:
-        return [x | {"do": jnp.roll(x["q"], 1, axis=1)} for x in self.attention.inputs(sets)]
+        d_v = self.attention.d_v
+        return [x | {"do": jnp.roll(x["q"], 1, axis=1)[..., :d_v]} for x in self.attention.inputs(sets)]
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
         """Both passes, and the forward one."""
@@ -108,6 +110,8 @@ SUITE = Suite(
             *(layer(h, topk=k, ratio=4, s_c=s_c) for h, k in ((128, 1024), (64, 512)) for s_c in (8192, 65536)),
             layer(16, topk=512, ratio=4, s_c=8192),
             layer(128, ratio=128, s_c=512),
+            *(top_k(h, 8192, 2048, d=576) for h in (128, 64, 16)),
+            causal(576, 1, 4096, 128, 1),
         ),
         *_rows(
             ("xla", "deterministic"),

@@ -110,7 +110,7 @@ def support_of_gradient(
     choices = {"deterministic": True} if deterministic else {}
     rows = BACKWARD.get(kinds, ())
     found = _shipped(rows[0], PLAIN, q, **choices) if rows else ()
-    support = Support(got, (rows[0].op,) if rows else _names_for_some(BACKWARD, kinds, PLAIN), found)
+    support = Support(got, (rows[0].name(),) if rows else _names_for_some(BACKWARD, kinds, PLAIN), found)
     if not found and kinds in _ONE_SPAN:
         support = Support(got, (rows[-1].op,), _shipped(rows[-1], PLAIN, q))
     never = choose_backward(forward, support.built) == KernelUse.NEVER
@@ -306,9 +306,9 @@ def launch_gradient(
     inside: list[AttentionMode] = []
     outside: list[AttentionMode] = []
     for mode in modes:
-        name = name_of(row.op, _kernel_mode([*inside, mode]))
+        name = row.name(_kernel_mode([*inside, mode]))
         archs = library.local_architectures() or library.shipped_for(name)
-        is_alone = bool(mode.kernel_mode) and not deterministic and _made_alike(q, name, row.op, archs)
+        is_alone = bool(mode.kernel_mode) and not deterministic and _made_alike(q, name, row.name(), archs)
         (inside if is_alone else outside).append(mode)
     operands = (*row.operands(*sources), *(x for mode in inside for x in mode.operands))
     attributes = {name: value for mode in inside for name, value in mode.attributes.items()}
@@ -317,7 +317,7 @@ def launch_gradient(
         assert isinstance(source, SpanSource)
         deterministic = deterministic or not _one_kernel_pays(q, source)
     which = tuple(inside), tuple(outside)
-    return GradientLaunch(row.op, _kernel_mode(inside), operands, attributes, *which, deterministic)
+    return GradientLaunch(row.op, row.in_mode(_kernel_mode(inside)), operands, attributes, *which, deterministic)
 
 
 def _one_kernel_pays(q: jax.Array, source: SpanSource) -> bool:

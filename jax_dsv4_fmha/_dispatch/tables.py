@@ -140,6 +140,8 @@ BACKWARD: dict[tuple[str, ...], tuple[Kernel, ...]] = {
         Kernel(DENSE, lambda x: (x.keys, None, x.start, x.stop)),
     ),
     ("selection",): (Kernel("mla_sparse_bwd"),),
+    ("span_v512",): (Kernel("mla_span_bwd", lambda x: (x.keys, x.start, x.stop), d_v=512),),
+    ("selection_v512",): (Kernel("mla_sparse_bwd", d_v=512),),
     ("span", "selection"): (Kernel("csa_bwd"),),
     ("span", "span"): (Kernel("hca_bwd"),),
 }

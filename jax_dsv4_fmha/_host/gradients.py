@@ -1,4 +1,4 @@
-"""Raw calls of attention's gradients. All take do like q, and lse, sink_factor and delta of every row of q, float32
+"""Raw calls of attention's gradients. All take do like o, and lse, sink_factor and delta of every row of q, float32
 `[b, s_q, h_q]`, as `_dispatch.attention_op.gradient` defines them. Rows whose lse is -inf see no key; their other
 numbers may be anything.
 """

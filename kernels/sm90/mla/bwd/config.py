@@ -13,7 +13,7 @@ from .smem import LEFT, STAGES, Barriers
 class Config:
     """Compile-time choices; every tile, count and size follows from them."""
 
-    d: int
+    d: int  # of q and keys
     dtype: str
     sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel takes them: "span" or "selection"
     tile_m: int = 64
@@ -26,6 +26,7 @@ class Config:
     bounds: bool = False  # no gradients: a bound of what will be added to each key, which its unit is made of
     cluster: int = 1  # CTAs whose rows have the same keys; two add up their results for right's chunks
     turns: bool = False  # whether q is normed and turned here, dO turned, and dq taken through both
+    rope: int = 0  # numbers of a key that are no values, the last ones of d: none or a slab
 
     @property
     def gathers(self) -> bool:
@@ -53,7 +54,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int, int]:
         """(producer, left, right) registers a thread; a launch gives all three warpgroups the same number at first."""
-        return 56, 224, 224
+        return (40, 240, 224) if self.rope else (56, 224, 224)
 
     @property
     def spans(self) -> int:
@@ -88,7 +89,22 @@ class Config:
     @property
     def stages_sums(self) -> bool:
         """True if a chunk of dKV passes through SMEM, so that a warp adds 128 bytes or more of a key at a time."""
-        return self.cluster == 1 or self.deterministic
+        return (self.cluster == 1 and not self.rope) or self.deterministic
+
+    @property
+    def stages_over_p(self) -> bool:
+        """True if it does so where P stands, once right has loaded that: SMEM has no other place."""
+        return self.rope > 0 and self.deterministic
+
+    @property
+    def reads_ds(self) -> bool:
+        """True if chunks of dKV read dS from SMEM: with RoPE's columns of dQ right has no registers for it."""
+        return self.rope > 0
+
+    @property
+    def slots(self) -> int:
+        """Chunks of dKV that have a place of their own in SMEM."""
+        return 0 if self.rope else 2
 
     @property
     def finds_places_late(self) -> bool:
@@ -96,8 +112,24 @@ class Config:
         return self.deterministic and self.gathers and self.cluster > 1
 
     @property
+    def d_v(self) -> int:
+        """Numbers of a value, and of dO."""
+        return self.d - self.rope
+
+    @property
     def half(self) -> int:
-        return self.d // 2
+        return self.d_v // 2
+
+    @property
+    def keys_of_dp(self) -> int:
+        """Keys of which left makes dP at a time: with RoPE's columns of dQ it has no registers for a whole tile's."""
+        return self.tile_n // 2 if self.rope else self.tile_n
+
+    def columns_of_dq(self, side: int) -> tuple[tuple[int, int], ...]:
+        """The columns of dQ that a side makes, by the accumulators that hold them: the first, and how many."""
+        of_values = (side * self.half, self.half)
+        of_rope = (self.d_v + side * self.rope // 2, self.rope // 2)
+        return (of_values, of_rope) if self.rope else (of_values,)
 
     def chunks(self, side: int) -> range:
         """The chunks of dKV that a side makes."""
@@ -107,7 +139,15 @@ class Config:
 
     @property
     def slabs_of_piece(self) -> int:
-        return self.d // self.pieces // SLAB
+        return self.d_v // self.pieces // SLAB
+
+    def slabs(self, piece: int, d: int | None = None) -> range:
+        """The slabs of a piece of the columns, of d; RoPE's is with the last one."""
+        first, stop = (i * self.slabs_of_piece for i in (piece, piece + 1))
+        return range(first, (d or self.d) // SLAB if piece == self.pieces - 1 else stop)
+
+    def piece_of(self, column: int) -> int:
+        return min(column // (self.slabs_of_piece * SLAB), self.pieces - 1)
 
     @property
     def pieces_in_order(self) -> tuple[int, ...]:
@@ -118,18 +158,20 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
+        tiles = 2 * (self.d * (self.tile_m + self.tile_n) + self.d_v * self.tile_m)
         p_and_ds = 2 * 2 * self.tile_m * self.tile_n
         infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
         rows = 4 * self.tile_m * (self.numbers + 2 * self.spans)
-        out = 2 * self.slot_bytes
+        out = self.slots * self.slot_bytes
         return tiles + p_and_ds + out + 4 * STAGES * self.listed + infos + rows + 8 * Barriers.COUNT + 16
 
     def __post_init__(self):
-        if self.d % (2 * SLAB) or self.half > 256:
+        if self.d_v % (2 * SLAB) or self.half > 256:
             raise ValueError(
-                f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
+                f"d_v must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d_v}"
             )
+        if self.rope not in (0, SLAB) or (self.rope and (self.cluster > 1 or self.turns or self.chunks_of_left)):
+            raise ValueError(f"rope must be 0, or {SLAB} of single CTAs where q is ready and right makes all chunks")
         at_launch = registers_at_launch(self.threads)
         if sum(self.registers) > 3 * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")

@@ -37,6 +37,7 @@ from kernels.lib.wgmma import (
     MN_MAJOR,
     accumulator,
     multiply,
+    operand_a,
     operand_b,
     register_operand,
     tiled_mma,
@@ -94,9 +95,9 @@ class KvGradient:
     chunks: tuple[Chunk, ...]
     merges: bool  # whether the chunks are those of a cluster
     rank: Int32  # rank of the CTA
-    mma: cute.TiledMma
-    of_keys: tuple[cute.Tensor, ...]  # P', times the sink's factor, and dS', in registers
-    of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk
+    mma: tuple[cute.TiledMma, ...]  # with P', and with dS'
+    of_keys: tuple[cute.Tensor, ...]  # P', times the sink's factor, and dS': in registers, or dS' in SMEM
+    of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk; of RoPE's columns Q alone
     acc: tuple[cute.Tensor, ...]  # accumulators of chunks under way
     slots: tuple[cute.Tensor, ...]  # SMEM: one slot to go through, or two for the peer's numbers
 
@@ -126,11 +127,17 @@ class KvGradient:
                 mma, transposed(cute.local_tile(pair, (c.tile_m, c.chunk), (0, rank if chunk.own else 1 - rank)))
             )
 
-        of_rows = tuple(tuple(operand(x, chunk) for x in (smem.do, smem.q)) for chunk in chunks)
-        of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2))
+        of_rows = tuple(
+            tuple(operand(x, chunk) for x in (smem.do, smem.q)[chunk.column0 >= c.d_v :]) for chunk in chunks
+        )
+        of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2 - c.reads_ds))
+        with_ds = mma
+        if c.reads_ds:
+            with_ds = tiled_mma(dtype, c.chunk, MN_MAJOR, a_major=MN_MAJOR)
+            of_keys = (*of_keys, operand_a(with_ds, transposed(smem.ds)))
         acc = tuple(accumulator(mma, c.chunk) for _ in range(c.under_way))
         slots = (smem.out[None, 0], smem.out[None, 1]) if merges else (smem.out[None, side],)
-        return KvGradient(c, chunks, merges, rank, mma, of_keys, of_rows, acc, slots)
+        return KvGradient(c, chunks, merges, rank, (mma, with_ds), of_keys, of_rows, acc, slots)
 
     @property
     def thread(self) -> Int32:
@@ -138,17 +145,25 @@ class KvGradient:
 
     @cute.jit
     def load(self, smem: Shared):
-        """Loads P and dS of a tile from SMEM, where they are rows x keys."""
+        """Loads P and dS of a tile, or P alone, from SMEM, where they are rows x keys."""
         atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), smem.p.element_type)
-        copy = cute.make_tiled_copy_A(atom, self.mma).get_slice(thread_again())
-        for tile, operand in zip((smem.p, smem.ds), self.of_keys, strict=True):
+        copy = cute.make_tiled_copy_A(atom, self.mma[0]).get_slice(thread_again())
+        tiles = (smem.p, smem.ds)[: 2 - self.config.reads_ds]
+        for tile, operand in zip(tiles, self.of_keys, strict=False):
             cute.copy(atom, copy.partition_S(transposed(tile)), copy.retile(operand))
 
     @cute.jit
     def make(self, i: cutlass.Constexpr):
-        """Makes the i-th chunk, by two groups of products."""
-        for j in cutlass.range_constexpr(2):
-            multiply(self.mma, self.acc[i % self.config.under_way], self.of_keys[j], self.of_rows[i][j], fresh=j == 0)
+        """Makes the i-th chunk, by a group of products for each operand."""
+        count = len(self.of_rows[i])
+        for j in cutlass.range_constexpr(count):
+            which = 2 - count + j
+            mma, of_keys = self.mma[which], self.of_keys[which]
+            multiply(mma, self.acc[i % self.config.under_way], of_keys, self.of_rows[i][j], fresh=j == 0)
+
+    def groups(self, chunks: range) -> int:
+        """The number of groups of products that make these chunks, as far as there are such."""
+        return sum(len(self.of_rows[i]) for i in chunks if i < len(self.chunks))
 
     @cute.jit
     def start(self):
@@ -167,7 +182,7 @@ class KvGradient:
         column = thread % 4 * 4
         if c.deterministic:  # a column of all keys of a warp
             column = thread % WARP
-        elif c.cluster == 1:  # four keys, 16 of 128 bytes of each
+        elif c.stages_sums:  # four keys, 16 of 128 bytes of each
             column = thread % 8 * 4
             if c.gathers:  # where rows are masked one by one, there are no registers for them
                 listed = tuple(listed[staged_row(thread, i)] for i in range(4))
@@ -177,7 +192,7 @@ class KvGradient:
             column = column + self.rank * c.chunk
         step = heads * (c.d * 4)
         if c.consecutive:
-            row, keys = (staged_row(thread, 0), 4) if c.cluster == 1 else (row_of(thread, 0), 8)
+            row, keys = (staged_row(thread, 0), 4) if c.stages_sums else (row_of(thread, 0), 8)
             key = listed[0] + row
             return Consecutive(gradient + column * 4 + Int64(key) * step, stop - 1 - key, step, keys)
         place = gradient + column * 4
@@ -192,12 +207,13 @@ class KvGradient:
 
         places: gives the places to which it adds, once they are needed.
         """
-        c, of_piece = self.config, self.config.d // self.config.chunk // self.config.pieces
+        c = self.config
         for i in cutlass.range_constexpr(len(self.chunks)):
             chunk, acc = self.chunks[i], self.acc[i % c.under_way]
-            warpgroup.wait_group(2 * min(c.under_way - 1, len(self.chunks) - 1 - i))
-            if cutlass.const_expr((i + 1) % of_piece == 0):
-                arrive_if(bar.q(chunk.column0 * c.pieces // c.d).empty, last)
+            warpgroup.wait_group(self.groups(range(i + 1, i + c.under_way)))
+            piece = c.piece_of(chunk.column0)
+            if cutlass.const_expr(piece not in {c.piece_of(later.column0) for later in self.chunks[i + 1 :]}):
+                arrive_if(bar.q(piece).empty, last)
             if cutlass.const_expr(self.merges):
                 state = bar.received(chunk.pair % 2).at(k * (len(self.chunks) // 4) + chunk.pair // 2)
                 if cutlass.const_expr(chunk.own):
@@ -254,7 +270,7 @@ class KvGradient:
     @property
     def pieces(self) -> set[int]:
         """The pieces of Q and dO that are read."""
-        return {chunk.column0 * self.config.pieces // self.config.d for chunk in self.chunks}
+        return {self.config.piece_of(chunk.column0) for chunk in self.chunks}
 
     @cute.jit
     def release_unread(self, bar: Barriers, last: Int32):

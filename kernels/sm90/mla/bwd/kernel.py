@@ -23,6 +23,11 @@ not fit into L2; the tensor cores have 2.9 us of work. Where two tiles of rows h
 or neighbouring rows of a span), a cluster of two CTAs takes them. From each pair of right's chunks a CTA keeps one and
 sends the other to its peer through distributed shared memory; to the one it keeps it adds what the peer sends.
 
+Where RoPE's numbers follow those that are values, Q and K have a slab more. It takes 16 KiB, so chunks have no place
+in SMEM: single CTAs add out of registers, or in fixed point through P's place. dQ's 64 columns more are 16 registers
+on each side. For these left makes dP of half a tile's keys at a time, and right, which makes all chunks, reads dS' from
+SMEM; so P and dS are written for the next tile when the last chunk of this one is made.
+
 The producer lists every tile of keys in SMEM: where each key is, or that it is absent. Zeros replace an absent key, its
 P is 0, and nothing is added for it. Zeros also replace rows that do not exist, or that see no key.
 """
@@ -43,7 +48,6 @@ from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands, Source
-from kernels.lib.output import store_output
 from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import arrive_if, copy_or_zero, keep
 from kernels.lib.rows import BoxedRows, Extents, PlacedTile, RowTile, load, row_of
@@ -53,7 +57,6 @@ from kernels.lib.spans import Span, span_of
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.wgmma import (
     K_MAJOR,
-    MN_MAJOR,
     SLAB,
     accumulator,
     multiply,
@@ -63,16 +66,18 @@ from kernels.lib.wgmma import (
     round_to,
     store_rows,
     tiled_mma,
-    transposed,
 )
 
 from .bounds import MOST_OF_P, add_bounds
 from .config import Config
 from .dkv import Consecutive, Destination, KvGradient, place_of_absent, thread_again
-from .p_ds import differentiate, differentiate_normed, exponentiate, find_absent, mask_span
+from .dq import QGradient
+from .p_ds import differentiate, differentiate_normed, exponentiate, find_absent, mask_span, part_like
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 from .turn import AT_ONCE, BOTH_SIDES, SUM, add_squares, do_row, store_gradient, store_zeros, turn_rows, write_scales
+
+LOADED = 2  # the number of a barrier: right has P of a tile in registers
 
 
 class MlaBwdSm90(MlaBackwardKernel):
@@ -166,8 +171,7 @@ class MlaBwdSm90(MlaBackwardKernel):
             state = bar.k(piece).at(k)
             if cutlass.const_expr(piece % (c.pieces // 2) == 0):
                 state.wait_empty()
-            slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
-            keys.gather(smem.k, wanted, thread, slabs, WARPGROUP)
+            keys.gather(smem.k, wanted, thread, c.slabs(piece), WARPGROUP)
             state.copy_full()
         if cutlass.const_expr(c.consecutive):
             if thread == 0:
@@ -201,7 +205,7 @@ class MlaBwdSm90(MlaBackwardKernel):
         placed = PlacedTile(*(getattr(tile, name) for name in RowTile.__dataclass_fields__), tile.first_query)
         placed = replace(placed, n=self.again(tile.n))
         offsets = cute.make_rmem_tensor(count, Int64)
-        of_do = cute.make_rmem_tensor(count, Int64) if c.turns else offsets
+        of_do = cute.make_rmem_tensor(count, Int64) if c.turns or c.rope else offsets
         sizes, queries = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
         for i in cutlass.range_constexpr(count):
             exists, query, head = placed.place(boxed, i)
@@ -211,6 +215,8 @@ class MlaBwdSm90(MlaBackwardKernel):
             if cutlass.const_expr(c.turns):
                 row = do_row(rows.turning, placed, query, head) * Int64(exists)
                 of_do[i], queries[i] = row * c.d + chunk * CHUNK, cutlass.min(query, placed.n.s_q - 1)
+            elif cutlass.const_expr(c.rope):
+                of_do[i] = row * c.d_v + chunk * CHUNK
         offset0 = row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for step, piece in enumerate(c.pieces_in_order):
             state = bar.q(piece).at(wave)
@@ -226,9 +232,10 @@ class MlaBwdSm90(MlaBackwardKernel):
                             if cutlass.const_expr(c.consecutive):
                                 slot[3] = found.hi
                     cute.arch.mbarrier_arrive(bar.published)
-            for source, target, places in ((rows.q, smem.q, offsets), (rows.do, smem.do, of_do)):
+            for source, target, places, d in ((rows.q, smem.q, offsets, c.d), (rows.do, smem.do, of_do, c.d_v)):
                 target0 = target.iterator.toint() + offset0
-                for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
+                slabs = c.slabs(piece, d)
+                for slab in range(slabs.start, slabs.stop):
                     for i in range(count):
                         place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
                         copy_or_zero(place, (source + (places[i] + slab * SLAB)).toint(), sizes[i])
@@ -252,11 +259,13 @@ class MlaBwdSm90(MlaBackwardKernel):
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
-        dsk = tiled_mma(self.dtype, c.half, MN_MAJOR, warpgroup.OperandSource.RMEM)
         a_q, a_do, b_k = operand_a(qk, smem.q), operand_a(qk, smem.do), operand_b(qk, smem.k)
-        b_left = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, LEFT))))
-        s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
-        p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
+        dok = tiled_mma(self.dtype, c.keys_of_dp, K_MAJOR)
+        parts = [cute.local_tile(smem.k, (c.keys_of_dp, c.d), (i, 0)) for i in range(c.tile_n // c.keys_of_dp)]
+        b_dp = [operand_b(dok, part) for part in parts]
+        s, dp = accumulator(qk, c.tile_n), accumulator(dok, c.keys_of_dp)
+        dq = QGradient.of(c, LEFT, smem.k, warpgroup.OperandSource.RMEM)
+        p, ds = (register_operand(dq.mma[0], c.tile_n, self.dtype) for _ in range(2))
         dkv = KvGradient.of(c, LEFT, self.dtype, smem)
         numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
         before = Int32(0)
@@ -271,7 +280,7 @@ class MlaBwdSm90(MlaBackwardKernel):
                     for r in cutlass.range_constexpr(ROWS):  # now: loads queue up with right's additions to memory
                         for i in cutlass.range_constexpr(3):
                             numbers[r, i] = smem.numbers[row_of(thread, r), i]
-                self.start_scores(bar, wave, k, qk, (s, a_q), (dp, a_do), b_k)
+                self.start_scores(bar, wave, k, (qk, s, a_q, b_k), (dok, dp, a_do, b_dp[0]))
                 wait_for(bar.listed, k)
                 if cutlass.const_expr(c.chunks_of_left and not c.turns):
                     to = self.destination(dkv, smem, t < counts[0], k % STAGES, rows, sources, wave, n)
@@ -279,11 +288,16 @@ class MlaBwdSm90(MlaBackwardKernel):
                 self.mask(s, smem, t, k % STAGES, wave & 1, thread)
                 if cutlass.const_expr(not c.turns):
                     exponentiate(s, numbers, rows.scale * LOG2_E)
-                    warpgroup.wait_group(0)
-                    dkv.release_unread(bar, last)
-                    differentiate(s, dp, numbers, rows.scale)
-                    round_to(p, s)
-                    round_to(ds, dp)
+                    for i in cutlass.range_constexpr(len(b_dp)):
+                        if cutlass.const_expr(i > 0):
+                            multiply(dok, dp, a_do, b_dp[i], True)
+                        warpgroup.wait_group(0)
+                        if cutlass.const_expr(i == len(b_dp) - 1):
+                            dkv.release_unread(bar, last)
+                        of_p = part_like(dp, s, i)
+                        differentiate(of_p, dp, numbers, rows.scale)
+                        round_to(part_like(dp, p, i), of_p)
+                        round_to(part_like(dp, ds, i), dp)
                 else:
                     warpgroup.wait_group(0)
                     if t == 0:
@@ -292,10 +306,10 @@ class MlaBwdSm90(MlaBackwardKernel):
                 p_ds = bar.p_ds.at(k)
                 p_ds.wait_empty()
                 store_rows(qk, s, p, smem.p, thread)
-                store_rows(qk, dp, ds, smem.ds, thread)
+                store_rows(qk, s, ds, smem.ds, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 p_ds.arrive_full()
-                multiply(dsk, dq, ds, b_left, t == 0)
+                dq.add(ds, t == 0)
                 if cutlass.const_expr(c.chunks_of_left == 0):
                     warpgroup.wait_group(0)
                     bar.release_k(LEFT)
@@ -304,7 +318,7 @@ class MlaBwdSm90(MlaBackwardKernel):
                     warpgroup.wait_group(0)
                     bar.release_k(LEFT)
                     if cutlass.const_expr(c.turns):
-                        self.store_if_last(last, dq, smem, rows, wave, n, LEFT)
+                        self.store_if_last(last, dq.acc[0], smem, rows, wave, n, LEFT)
                         dkv.release_unread(bar, last)
                         of_first = t < self.counts(smem, wave)[0]
                         to = self.destination(dkv, smem, of_first, k % STAGES, rows, sources, wave, n)
@@ -317,22 +331,23 @@ class MlaBwdSm90(MlaBackwardKernel):
                 if cutlass.const_expr(c.turns):
                     store_zeros(rows, self.placed(smem, wave, n), thread_again(), LEFT, c)
                 else:
-                    dq.fill(0.0)
+                    dq.clear()
             if cutlass.const_expr(not c.turns):
-                self.store(dq, smem, rows, wave, n, LEFT)
+                self.store(dq, smem, rows, wave, n)
             before = before + tiles
 
-    def start_scores(self, bar: Barriers, wave: Int32, k: Int32, qk: cute.TiledMma, s: tuple, dp: tuple, b_k: Any):
-        """Starts S and dP, each an accumulator and the operand of rows, piece by piece as these and the keys come."""
+    def start_scores(self, bar: Barriers, wave: Int32, k: Int32, *products: tuple) -> None:
+        """Starts S and dP, each a product, an accumulator and the operands of rows and keys, piece by piece as these
+        come.
+        """
         c = self.config
-        blocks = c.d // c.pieces // 16
         for piece in range(c.pieces):
             bar.q(piece).at(wave).wait_full()
             bar.k(piece).at(k).wait_full()
             cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-            here = range(piece * blocks, (piece + 1) * blocks)
-            for acc, a in (s, dp):
-                multiply(qk, acc, a, b_k, piece == 0, here)
+            here = [slab * SLAB // 16 + i for slab in c.slabs(piece) for i in range(SLAB // 16)]
+            for mma, acc, a, b in products:
+                multiply(mma, acc, a, b, piece == 0, [i for i in here if i < cute.size(a, mode=[2])])
 
     @cute.jit
     def bound(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
@@ -355,7 +370,7 @@ class MlaBwdSm90(MlaBackwardKernel):
                     numbers[r, i] = smem.numbers[row_of(thread, r), i]
             for t in cutlass.range(tiles, unroll=1):
                 k, last = before + t, Int32(t == tiles - 1)
-                self.start_scores(bar, wave, k, qk, (s, a_q), (dp, a_do), b_k)
+                self.start_scores(bar, wave, k, (qk, s, a_q, b_k), (qk, dp, a_do, b_k))
                 wait_for(bar.listed, k)
                 for half in cutlass.range_constexpr(2):
                     warpgroup.wait_group(c.pieces * (1 - half))
@@ -424,10 +439,8 @@ class MlaBwdSm90(MlaBackwardKernel):
     def right(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
         """Makes the right half of dQ, and dKV."""
         c = self.config
-        dsk = tiled_mma(self.dtype, c.half, MN_MAJOR)
-        b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
-        a_ds = operand_a(dsk, smem.ds)
-        dq = accumulator(dsk, c.half)
+        dq = QGradient.of(c, RIGHT, smem.k)
+        a_ds = operand_a(dq.mma[0], smem.ds)
         dkv = KvGradient.of(c, RIGHT, self.dtype, smem)
         squares = cute.make_rmem_tensor(c.tile_m // AT_ONCE, Float32)
         before = Int32(0)
@@ -453,26 +466,31 @@ class MlaBwdSm90(MlaBackwardKernel):
                     places = given(places())
                 p_ds = bar.p_ds.at(k)
                 p_ds.wait_full()
-                multiply(dsk, dq, a_ds, b_right, t == 0)
+                dq.add(a_ds, t == 0)
                 if cutlass.const_expr(c.turns):  # before, dq's way out has no registers for places in memory
-                    self.store_if_last(last, dq, smem, rows, wave, n, RIGHT)
+                    self.store_if_last(last, dq.acc[0], smem, rows, wave, n, RIGHT)
                     of_first = t < self.counts(smem, wave)[0]
                     places = given(self.destination(dkv, smem, of_first, stage, rows, sources, wave, n))
                 dkv.load(smem)
+                if cutlass.const_expr(c.stages_over_p):
+                    cute.arch.barrier(barrier_id=LOADED, number_of_threads=WARPGROUP)
                 dkv.start()
-                warpgroup.wait_group(2 * c.under_way)
+                warpgroup.wait_group(dkv.groups(range(c.under_way)))
                 bar.release_k(RIGHT)
-                p_ds.arrive_empty()
+                if cutlass.const_expr(not c.reads_ds):
+                    p_ds.arrive_empty()
                 dkv.release_unread(bar, last)
                 dkv.finish(bar, places, k, last)
+                if cutlass.const_expr(c.reads_ds):
+                    p_ds.arrive_empty()
             if tiles == 0:
                 self.skip_rows(bar, wave)
                 if cutlass.const_expr(c.turns):
                     store_zeros(rows, self.placed(smem, wave, n), thread_again(), RIGHT, c)
                 else:
-                    dq.fill(0.0)
+                    dq.clear()
             if cutlass.const_expr(not c.turns):
-                self.store(dq, smem, rows, wave, n, RIGHT)
+                self.store(dq, smem, rows, wave, n)
             before = before + tiles
 
     def destination(
@@ -545,13 +563,11 @@ class MlaBwdSm90(MlaBackwardKernel):
             return n
         return n._replace(s_q=keep(n.s_q), group=keep(n.group), h_kv=keep(n.h_kv))
 
-    def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, wave: Int32, n: Extents, side: int) -> None:
+    def store(self, dq: QGradient, smem: Shared, rows: RowOperands, wave: Int32, n: Extents) -> None:
         """Stores half of dQ."""
         tile, thread = self.placed(smem, wave, n), thread_again()
         boxed = BoxedRows.of(n, 0, thread, self.config.gathers)
-        ones = cute.make_rmem_tensor(ROWS, Float32)
-        ones.fill(1.0)
-        store_output(dq, ones, rows.dq, tile, boxed, side * self.config.half, thread, self.config.d)
+        dq.store(rows.dq, tile, boxed, thread, self.config.d)
 
 
 def given(x: Any) -> Callable[[], Any]:
@@ -559,16 +575,19 @@ def given(x: Any) -> Callable[[], Any]:
 
 
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
+    rope = variant.d - variant.d_v  # with these columns SMEM has no room for sums of a cluster
     one_tile = variant.max_heads <= 64  # a tile of rows has all heads of one query, whose keys no other tile has
     config = Config(
         variant.d,
         variant.dtype,
         variant.sources,
-        # integers take four times as many instructions, for which left has no registers
-        chunks_of_left=0 if variant.deterministic else Config.chunks_of_left,
+        # integers take four times as many instructions, for which left has no registers; where RoPE's columns are
+        # apart, right makes all chunks
+        chunks_of_left=0 if variant.deterministic or rope else Config.chunks_of_left,
         deterministic=variant.deterministic and not variant.bounds,
         bounds=variant.bounds,
-        cluster=1 if one_tile or variant.bounds else CLUSTER,
+        cluster=1 if one_tile or variant.bounds or rope else CLUSTER,
         turns=variant.turns,
+        rope=rope,
     )
     return MlaBwdSm90(config).compile(variant, out_dir, cluster=config.cluster)

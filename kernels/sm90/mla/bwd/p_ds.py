@@ -35,6 +35,11 @@ def find_absent(keys: cute.Tensor) -> cute.Tensor:
     return absent
 
 
+def part_like(acc: cute.Tensor, whole: cute.Tensor, i: int) -> cute.Tensor:
+    """The i-th part of the keys of an accumulator or an operand, as large as this accumulator."""
+    return cute.make_tensor(whole.iterator + i * cute.size(acc), acc.layout)
+
+
 @cute.jit
 def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32):
     """P <- exp(scale S - lse)."""

@@ -78,11 +78,11 @@ class Shared:
     """SMEM beside the barriers."""
 
     q: cute.Tensor  # (64, d)
-    do: cute.Tensor  # (64, d)
+    do: cute.Tensor  # (64, d_v)
     k: cute.Tensor  # (64, d)
     p: cute.Tensor  # (64, keys): P, times the sink's factor
     ds: cute.Tensor  # (64, keys)
-    out: cute.Tensor  # (float32, 2): a chunk of dKV on its way out of either side, or two from the peer
+    out: cute.Tensor  # (float32, 2): a chunk of dKV on its way out of either side, or two from the peer; or P's place
     keys: cute.Tensor  # (keys that are listed, stage): the place of each key in its source, or -1
     numbers: (
         cute.Tensor
@@ -93,9 +93,13 @@ class Shared:
     @staticmethod
     def allocate(c: Any, dtype) -> tuple[Barriers, "Shared"]:
         smem = TileAllocator(dtype)
-        q, do, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.d)
+        q, do, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_m, c.d_v), smem.tile(c.tile_n, c.d)
         p, ds = (smem.tile(c.tile_m, c.tile_n) for _ in range(2))
-        out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, 2)), 1024)
+        if c.slots:
+            out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, c.slots)), 1024)
+        else:
+            place = cute.make_layout((c.slot_bytes // 4, 2), stride=(1, 0))
+            out = cute.make_tensor(cute.recast_ptr(p.iterator, dtype=Float32), place)
         keys = smem.allocate_tensor(Int32, cute.make_layout((c.listed, STAGES)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, c.numbers)), 16)
