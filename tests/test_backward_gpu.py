@@ -89,7 +89,7 @@ def gradients(case, only, dtype=None, **choices):
 def test_gradients_by_kernels(case, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
-    op = "mla_span_bwd" if case.d == 512 else "mha_dq"
+    op = "mla_span_bwd" if case.d == 512 and (case.op != "fmha" or case.shared_kv) else "mha_dq"
     if not {v.arch for v in library.variants_for(op, d=case.d)} >= set(library.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
     got = gradients(case, only, implementation="cubin")

@@ -43,10 +43,11 @@ class KeyTile:
     key0: Int32
 
     @staticmethod
-    def of(n: Extents, s_kv: Int32, tile_n: int) -> "KeyTile":
+    def of(n: Extents, s_kv: Int32, tile_n: int, ctas: int) -> "KeyTile":
         """Tiles of a pair of (batch, KV head) follow one another, the first keys first: under a causal mask they have
-        most to do."""
-        pair, tile = divide(cute.arch.block_idx()[0], ceil_div(s_kv, Int32(tile_n)))
+        most to do. So many CTAs in a row have the same keys."""
+        index = cute.arch.block_idx()[0] // ctas if ctas > 1 else cute.arch.block_idx()[0]
+        pair, tile = divide(index, ceil_div(s_kv, Int32(tile_n)))
         batch, kv_head = divide(pair, n.h_kv)
         return KeyTile(batch, kv_head, tile * tile_n)
 
@@ -74,14 +75,17 @@ class KeyTileKernel(MhaBackwardKernel):
     """A kernel whose CTAs own tiles of keys; it has `consume`."""
 
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
-        return ceil_div(s_kv, Int32(self.config.tile_n)) * n.pairs
+        return ceil_div(s_kv, Int32(self.config.tile_n)) * n.pairs * self.config.cluster
+
+    def allocate(self) -> tuple[KeyTileBarriers, KeyTileShared]:
+        return allocate_key_tiles(self.config, self.dtype)
 
     @cute.kernel
     def kernel(self, rows: tuple, keys: tuple, operands: RowOperands, results: Results, scale: Float32, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate_key_tiles(c, self.dtype)
-        tile = KeyTile.of(n, results.s_kv, c.tile_n)
+        bar, smem = self.allocate()
+        tile = KeyTile.of(n, results.s_kv, c.tile_n, c.cluster)
         if warp == 0:
             for atom, _ in (*rows, *keys):
                 cpasync.prefetch_descriptor(atom)
@@ -164,9 +168,10 @@ class KeyTileKernel(MhaBackwardKernel):
         """All threads zero the rows of every stage that no box fills."""
         c = self.config
         if n.box_inner * n.box_outer < c.tile_m:
-            for s in cutlass.range_constexpr(c.stages):
-                for x in (smem.q, smem.do):
-                    zero_rows(x[None, None, s], n.box_inner * n.box_outer, cute.arch.thread_idx()[0], c.threads)
+            for s in cutlass.range_constexpr(max(c.stages_of_rows)):
+                for x, stages in zip((smem.q, smem.do), c.stages_of_rows, strict=True):
+                    if cutlass.const_expr(s < stages):
+                        zero_rows(x[None, None, s], n.box_inner * n.box_outer, cute.arch.thread_idx()[0], c.threads)
 
     @cute.jit
     def place_rows(self, smem: KeyTileShared, n: Extents):
@@ -247,11 +252,12 @@ class KeyTileKernel(MhaBackwardKernel):
         stage = state.index
         placed = PlacedTile(n, rows.split, rows.batch, rows.kv_head, rows.inner0, rows.outer0, rows.first_query)
         row0 = part * 64 + lane
-        mine = [row0 + WARP * r for r in range(2)]
+        mine = [row0 + WARP * r for r in range(c.rows_of_lane)]
         dead, flags = Int32(0), Int32(0)
-        there = cute.make_rmem_tensor(2, Int32)
-        of_row, of_query = cute.make_rmem_tensor((2, 3), Float32), cute.make_rmem_tensor((2, 2), Int32)
-        places = cute.make_rmem_tensor(2, Int32)
+        there = cute.make_rmem_tensor(c.rows_of_lane, Int32)
+        of_row = cute.make_rmem_tensor((c.rows_of_lane, 3), Float32)
+        of_query = cute.make_rmem_tensor((c.rows_of_lane, 2), Int32)
+        places = cute.make_rmem_tensor(c.rows_of_lane, Int32)
         if cutlass.const_expr(c.adds_rows):  # else all are loaded before the stage is free
             state.wait_empty()
         for at_once in c.rows_at_once:
@@ -267,7 +273,7 @@ class KeyTileKernel(MhaBackwardKernel):
                     of_query[r, i] = load(placed.at_query(x, query))
                 if cutlass.const_expr(c.adds_rows):
                     places[r] = Int32(row) if exists else Int32(-1)
-            if cutlass.const_expr(len(at_once) == 2):
+            if cutlass.const_expr(len(at_once) == c.rows_of_lane):
                 state.wait_empty()
             for r in at_once:
                 exists = there[r] == 1
@@ -292,13 +298,15 @@ class KeyTileKernel(MhaBackwardKernel):
         if lane == 0:
             smem.flags[part, stage] = flags
         if cute.arch.vote_any_sync(dead != 0):
-            bar.landed.at(t).wait_full()
-            self.zero_dead(smem, dead, stage, row0)
+            self.zero_dead(bar, smem, dead, t, row0)
         state.arrive_full()
 
     @cute.jit
-    def zero_dead(self, smem: KeyTileShared, dead: Int32, stage: Int32, row: Int32):
+    def zero_dead(self, bar: KeyTileBarriers, smem: KeyTileShared, dead: Int32, t: Int32, row: Int32):
         """Row `row` + 32 r of Q and dO, where bit r is set."""
+        landed = bar.landed.at(t)
+        landed.wait_full()
+        stage = landed.index
         for r in cutlass.range_constexpr(2):
             if (dead >> r) & 1 == 1:
                 for x in (smem.q, smem.do):

@@ -1,0 +1,180 @@
+"""Where d is 512: choices, barriers and SMEM of the kernels in which two warpgroups share a sum by halves of its columns.
+
+64 rows of a sum take 256 registers of a warpgroup's threads, so two warpgroups hold one sum, `LEFT` the first half of its
+columns. What stays for it in SMEM are two tiles of 64 rows and 512 columns. What passes has 32 rows, in halves of its
+columns: three places for those of the array that the sum reads, so that one of the next tile's is there early, and two
+for the other array's.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.pipeline import Ring
+from kernels.lib.rows import PUBLISHED
+from kernels.lib.tiles import TileAllocator
+from kernels.lib.wgmma import operand_layout
+
+from .config import CLEARERS, DqConfig, KeyTileConfig
+from .smem import DqBarriers, DqShared, KeyTileBarriers, KeyTileShared
+
+LEFT, RIGHT = HALVES = range(2)
+PASSING = 32  # rows of a tile that passes
+PLACES = 3, 2  # for halves of tiles of K and of V, or of Q and of dO
+
+
+def bytes_of_tiles(d: int) -> int:
+    """Of what stays, what passes, P and the weights."""
+    return 2 * 2 * d * 64 + 2 * sum(PLACES) * (d // 2) * PASSING + (4 + 2) * 64 * PASSING
+
+
+@dataclass(frozen=True)
+class DqHalvesConfig(DqConfig):
+    """`mha_dq`, whose consumers share 64 rows."""
+
+    stages: int = PLACES[0]  # of halves of K
+
+    @property
+    def tile_m(self) -> int:
+        return 64
+
+    @property
+    def tile_n(self) -> int:
+        return PASSING
+
+    @property
+    def key_columns(self) -> int:
+        return self.d // 2
+
+    @property
+    def parts_of_k(self) -> int:
+        return 2
+
+    @property
+    def key_tile_bytes(self) -> int:
+        """Of half a tile."""
+        return 2 * self.key_columns * self.tile_n
+
+    def smem_with(self, stages_q: int) -> int:
+        small = 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 + 3 * PLACES[0] + 2 * PLACES[1] + 4)
+        return 1024 + stages_q * bytes_of_tiles(self.d) + small
+
+
+@dataclass(frozen=True)
+class KeyHalvesConfig(KeyTileConfig):
+    """`mha_dkdv`, where a CTA of a cluster has dV of 64 keys, and the other dK."""
+
+    @property
+    def tile_m(self) -> int:
+        return PASSING
+
+    @property
+    def rows_at_once(self) -> tuple[tuple[int, ...], ...]:
+        return ((0,),)
+
+    @property
+    def row_columns(self) -> int:
+        return self.d // 2
+
+    @property
+    def cluster(self) -> int:
+        return 2
+
+    @property
+    def stages(self) -> int:
+        """Of the numbers of rows."""
+        return 1
+
+    @property
+    def stages_of_rows(self) -> tuple[int, int]:
+        return PLACES
+
+    @property
+    def smem_bytes(self) -> int:
+        rows = 4 * self.tile_m * 5 + 4 * 4 * self.tile_m
+        small = 4 * (1 + 2 * self.threads // WARP) + 8 * (1 + 2 * sum(PLACES) + 6)
+        return 1024 + bytes_of_tiles(self.d) + rows + small + 64
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one warpgroup leaves for the other in SMEM, and its barriers."""
+
+    p: Ring
+    weights: Ring
+    p_tile: cute.Tensor  # (4, thread, elements of an accumulator / 4) float32
+    weights_tile: cute.Tensor  # (64, PASSING): P or dS, rounded, for both
+
+    @staticmethod
+    def allocate(smem: TileAllocator) -> "Exchange":
+        p = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, PASSING // 8)), 16)
+        layout = operand_layout(smem.dtype, 64, PASSING)
+        weights = smem.allocate_tensor(smem.dtype, layout.outer, 1024, swizzle=layout.inner)
+        rings = (Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1)) for _ in range(2))
+        return Exchange(*rings, p, weights)
+
+    def initialise(self) -> None:
+        self.p.initialise(WARPGROUP, WARPGROUP)
+        self.weights.initialise(WARPGROUP, 2 * WARPGROUP)
+
+
+@dataclass(frozen=True)
+class DqHalvesBarriers(DqBarriers):
+    exchange: Exchange
+
+    def initialise(self, c: DqHalvesConfig) -> None:
+        """Initialises the barriers of all rings; one thread does so."""
+        self.rows.initialise(1, 2 * WARPGROUP + CLEARERS)
+        for stage in range(PLACES[0]):
+            cute.arch.mbarrier_init(self.k_landed.full + stage, 1)
+        self.k.initialise(CLEARERS, WARPGROUP)
+        self.v.initialise(1, WARPGROUP)
+        self.exchange.initialise()
+
+
+def allocate_dq(c: DqHalvesConfig, dtype) -> tuple[DqHalvesBarriers, DqShared]:
+    smem = TileAllocator(dtype)
+    q, do = (smem.tile(c.tile_m, c.d, c.stages_q) for _ in range(2))
+    k, v = (smem.tile(PASSING, c.d // 2, places) for places in PLACES)
+    exchange = Exchange.allocate(smem)
+    info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
+    rows = Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1))
+    landed, full, empty = (smem.allocate_array(Int64, PLACES[0]) for _ in range(3))
+    v_full, v_empty = (smem.allocate_array(Int64, PLACES[1]) for _ in range(2))
+    k_rings = (Ring(x, empty, PLACES[0]) for x in (landed, full))
+    return DqHalvesBarriers(rows, *k_rings, Ring(v_full, v_empty, PLACES[1]), exchange), DqShared(q, do, k, v, info)
+
+
+@dataclass(frozen=True)
+class KeyHalvesBarriers(KeyTileBarriers):
+    q: Ring  # of halves, as `do`
+    do: Ring
+    exchange: Exchange
+
+    def initialise(self, c: KeyHalvesConfig) -> None:
+        """Initialises the rings and the other barriers; one thread does so."""
+        cute.arch.mbarrier_init(self.keys, 1)
+        self.rows.initialise(WARP, 2 * WARPGROUP)
+        self.q.initialise(1, WARPGROUP)
+        self.do.initialise(1, WARPGROUP)
+        self.exchange.initialise()
+
+
+def allocate_key_tiles(c: KeyHalvesConfig, dtype) -> tuple[KeyHalvesBarriers, KeyTileShared]:
+    smem = TileAllocator(dtype)
+    k, v = (smem.tile(c.tile_n, c.d) for _ in range(2))
+    q, do = (smem.tile(c.tile_m, c.d // 2, places) for places in PLACES)
+    exchange = Exchange.allocate(smem)
+    numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3, 1)), 16)
+    spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, 1)), 16)
+    boxed = smem.allocate_tensor(Int32, cute.make_layout((4, c.tile_m)), 16)
+    flags = smem.allocate_tensor(Int32, cute.make_layout((1, 1)), 16)
+    found = smem.allocate_tensor(Int32, cute.make_layout((2, c.threads // WARP)), 16)
+    keys = smem.allocate_array(Int64, 1)
+    of_q, of_do = (Ring(*(smem.allocate_array(Int64, places) for _ in range(2)), places) for places in PLACES)
+    rows = Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1))
+    bar = KeyHalvesBarriers(keys, of_q, rows, exchange.p, None, of_q, of_do, exchange)
+    shared = KeyTileShared(k, v, q, do, numbers, spans, None, None, None, boxed, flags, found, None)
+    return bar, shared
