@@ -112,6 +112,11 @@ class KeyTileConfig:
         return 1
 
     @property
+    def consumers_zero(self) -> bool:
+        """True if consumers zero rows of Q and dO that see nothing, and no row warp does."""
+        return False
+
+    @property
     def row_warps(self) -> int:
         """Warps that publish the numbers of a step's rows, 64 each."""
         return -(-self.tile_m // 64)

@@ -10,12 +10,12 @@ both in SMEM:
             right    dP' = V dO'                                | dS' | dK += dS' Q    columns 256 .. 511
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import MhaBackward
 from kernels.aot import Compiled
@@ -24,33 +24,46 @@ from kernels.lib.output import store_output
 from kernels.lib.pipeline import Ring
 from kernels.lib.rows import ROWS, Extents
 from kernels.lib.softmax import LOG2_E
-from kernels.lib.wgmma import (
-    K_MAJOR,
-    MN_MAJOR,
-    accumulator,
-    multiply,
-    operand_a,
-    operand_b,
-    store_rows,
-    tiled_mma,
-    tma_tiles,
-    transposed,
-)
+from kernels.lib.wgmma import tma_tiles
 
-from .elements import HAS_SINK, HIDES, apply_sink, differentiate, drop, exponentiate, hand_over, mask, take_over, zero_row
-from .halves import HALVES, LEFT, RIGHT, KeyHalvesBarriers, KeyHalvesConfig, allocate_key_tiles
+from .elements import (
+    DEAD,
+    HAS_SINK,
+    HIDES,
+    LSE,
+    apply_sink,
+    differentiate,
+    drop,
+    exponentiate,
+    hand_over,
+    mask,
+    take_over,
+    zero_row,
+)
+from .halves import (
+    HALVES,
+    LEFT,
+    PASSING,
+    RIGHT,
+    Half,
+    KeyHalvesBarriers,
+    KeyHalvesConfig,
+    SumsByHalves,
+    allocate_key_tiles,
+)
 from .host import Results, RowOperands
 from .key_tiles import KeysOfWarpgroup, KeyTile, KeyTileKernel
 from .smem import KeyTileShared
 
 VALUES = 0  # the rank in its cluster of the CTA that has dV
+HALF_MET = 1  # named barriers, + LEFT and + RIGHT: all threads of the one warpgroup have come
 
 
 def has_values() -> cutlass.Boolean:
     return cute.arch.block_idx_in_cluster() == VALUES
 
 
-class MhaDkdv512Sm90(KeyTileKernel):
+class MhaDkdv512Sm90(SumsByHalves, KeyTileKernel):
     op = "mha_dkdv"
 
     def allocate(self) -> tuple[KeyHalvesBarriers, KeyTileShared]:
@@ -99,17 +112,6 @@ class MhaDkdv512Sm90(KeyTileKernel):
             state.expect_full(size)
         cute.copy(atom, gmem[None, half], places[None, state.index], tma_bar_ptr=state.full)
 
-    @cute.jit
-    def zero_dead(self, bar: KeyHalvesBarriers, smem: KeyTileShared, dead: Int32, t: Int32, row: Int32):
-        """A lane's row of Q and dO, if it sees nothing."""
-        for half in cutlass.range_constexpr(len(HALVES)):
-            for ring, x in ((bar.q, smem.q), (bar.do, smem.do)):
-                state = ring.at(2 * t + half)
-                state.wait_full()
-                if dead != 0:
-                    zero_row(x[None, None, state.index], row)
-        cute.arch.fence_proxy("async.shared", space="cta")
-
     # ---- consumers
 
     @cute.jit
@@ -141,74 +143,68 @@ class MhaDkdv512Sm90(KeyTileKernel):
         n: Extents,
     ):
         """One warpgroup: half of the columns of dV or of dK, and S or dP."""
-        c, half = self.config, self.config.d // 2
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        scores, sums = tiled_mma(self.dtype, c.tile_m, K_MAJOR), tiled_mma(self.dtype, half, MN_MAJOR)
-        stays, passes, ring = (smem.k, smem.q, bar.q) if side == LEFT else (smem.v, smem.do, bar.do)
-        a = tuple(operand_a(scores, cute.local_tile(stays, (c.tile_n, half), (0, i))) for i in HALVES)
-        b = operand_b(scores, passes)
-        summed, summed_ring = (smem.do, bar.do) if values else (smem.q, bar.q)
-        a_weights, b_sum = operand_a(sums, bar.exchange.weights_tile), operand_b(sums, transposed(summed))
-        x, p = (accumulator(scores, c.tile_m) for _ in range(2))
-        total = accumulator(sums, half)
-        rounded = cute.make_rmem_tensor_like(x, self.dtype)
-        total.fill(0.0)
-        scale_log2 = scale * LOG2_E
-        numbers, flags = smem.numbers[None, None, 0], smem.flags
+        c = self.config
+        q, do = (smem.q, bar.q), (smem.do, bar.do)
+        stays, passes = (smem.k, q) if side == LEFT else (smem.v, do)
+        parts = Half.parts(side, bar.exchange, stays, passes, do if values else q)
+        w = KeyHalf(*parts, values, bar, smem, tile.key0, scale * LOG2_E)
         cute.arch.mbarrier_wait(bar.keys, 0)
-        for t in cutlass.range(self.steps(smem)[1], unroll=1):
-            rows, handed, weights = bar.rows.at(t), bar.exchange.p.at(t), bar.exchange.weights.at(t)
-            if cutlass.const_expr(side == LEFT or not values):
-                rows.wait_full()
-                for i in cutlass.range_constexpr(len(HALVES)):
-                    state = ring.at(2 * t + i)
-                    state.wait_full()
-                    multiply(scores, x, a[i], b[None, None, None, state.index], fresh=i == 0)
-                warpgroup.wait_group(0)
-            if cutlass.const_expr(side == LEFT):
-                if flags[0, 0] & HIDES != 0:
-                    mask(x, smem.spans[None, None, 0], tile.key0, thread)
-                exponentiate(x, numbers, scale_log2)
-                if cutlass.const_expr(values):
-                    for i in cutlass.range_constexpr(len(HALVES)):
-                        bar.q.at(2 * t + i).arrive_empty()
-                    apply_sink(rounded, x, numbers, flags[0, 0])
-                    self.share(bar, scores, rounded, t, thread)
-                else:
-                    handed.wait_empty()
-                    hand_over(x, bar.exchange.p_tile, thread)
-                    handed.arrive_full()
-            elif cutlass.const_expr(not values):
-                for i in cutlass.range_constexpr(len(HALVES)):
-                    bar.do.at(2 * t + i).arrive_empty()
-                handed.wait_full()
-                take_over(p, bar.exchange.p_tile, thread)
-                handed.arrive_empty()
-                drop(x, p)
-                differentiate(rounded, p, x, numbers, Int32(HAS_SINK))
-                self.share(bar, scores, rounded, t, thread)
-            state = summed_ring.at(2 * t + side)
-            state.wait_full()
-            weights.wait_full()
-            rows.arrive_empty()  # and all of its Q and dO has landed: a row warp may wait for the next
-            multiply(sums, total, a_weights, b_sum[None, None, None, state.index])
-            warpgroup.wait_group(0)
-            weights.arrive_empty()
-            state.arrive_empty()
+        makes, early = side == LEFT or not values, (LEFT,) if side == LEFT and not values else HALVES
+        self.add_up(w, Int32(0), self.steps(smem)[1], makes, early)
         target, factor = (results.dv, Float32(1.0)) if values else (results.dk, scale)
-        keys = KeysOfWarpgroup(results.s_kv, n.h_kv, tile.batch, tile.kv_head, tile.key0, thread)
+        keys = KeysOfWarpgroup(results.s_kv, n.h_kv, tile.batch, tile.kv_head, tile.key0, w.thread)
         factors = cute.make_rmem_tensor(ROWS, Float32)
         factors.fill(factor)
-        store_output(total, factors, target, keys, None, side * half, thread, c.d)
+        store_output(w.total, factors, target, keys, None, side * (c.d // 2), w.thread, c.d)
 
     @cute.jit
-    def share(self, bar: KeyHalvesBarriers, mma: cute.TiledMma, rounded: cute.Tensor, t: Int32, thread: Int32):
-        """P or dS, rounded, for both warpgroups."""
-        weights = bar.exchange.weights.at(t)
-        weights.wait_empty()
-        store_rows(mma, rounded, rounded, bar.exchange.weights_tile, thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        weights.arrive_full()
+    def weigh(self, w: "KeyHalf", t: Int32, _: Int32):
+        """P or dS from S and dP."""
+        handed, flags = w.exchange.p.at(t), w.smem.flags
+        numbers = w.smem.numbers[None, None, 0]
+        w.bar.rows.at(t).wait_full()
+        if cutlass.const_expr(w.side == LEFT):
+            if flags[0, 0] & HIDES != 0:
+                mask(w.x, w.smem.spans[None, None, 0], w.key0, w.thread)
+            exponentiate(w.x, numbers, w.scale_log2)
+            if cutlass.const_expr(w.values):
+                for half in HALVES:
+                    w.bar.q.at(2 * t + half).arrive_empty()
+                apply_sink(w.rounded, w.x, numbers, flags[0, 0])
+                w.share(t)
+            else:
+                handed.wait_empty()
+                hand_over(w.x, w.exchange.p_tile, w.thread)
+                handed.arrive_full()
+        elif cutlass.const_expr(not w.values):
+            for half in HALVES:
+                w.bar.do.at(2 * t + half).arrive_empty()
+            handed.wait_full()
+            take_over(w.p, w.exchange.p_tile, w.thread)
+            handed.arrive_empty()
+            drop(w.x, w.p)
+            differentiate(w.rounded, w.p, w.x, numbers, Int32(HAS_SINK))
+            w.share(t)
+
+    @cute.jit
+    def before_the_sum(self, w: "KeyHalf", t: Int32, place: Int32):
+        """Zeroes rows that see nothing: their weights are 0, and 0 * NaN is NaN."""
+        if w.smem.flags[0, 0] & DEAD != 0:
+            if w.thread < PASSING:  # noqa: SIM102
+                if w.smem.numbers[w.thread, LSE, 0] == Float32.inf:
+                    zero_row((w.smem.do if w.values else w.smem.q)[None, None, place], w.thread)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=HALF_MET + w.side, number_of_threads=WARPGROUP)
+        w.bar.rows.at(t).arrive_empty()
+
+
+@dataclass(frozen=True)
+class KeyHalf(Half):
+    values: bool  # whether it has dV
+    bar: KeyHalvesBarriers
+    smem: KeyTileShared
+    key0: Int32
+    scale_log2: Float32
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:

@@ -1,46 +1,34 @@
 """The gradient of Q for Hopper, head dimension 512, separate K and V: `mha_dq` whose warpgroups share 64 rows.
 
-    producer warp     Q dO   K0 V0   K1 V1 ...                             TMA, into rings, K and V in halves
-    clearing warps           K0      K1    ...                             keys that no row sees become 0
-    left              S  = Q K'   | P, handed to right, in float32    | dQ += dS K     columns   0 .. 255
-    right             dP = dO V'                                 | dS | dQ += dS K     columns 256 .. 511
+producer warp     Q dO   K0 V0   K1 V1 ...                             TMA, into rings, K and V in halves
+clearing warps           K0      K1    ...                             keys that no row sees become 0
+left              S  = Q K'   | P, handed to right, in float32    | dQ += dS K     columns   0 .. 255
+right             dP = dO V'                                 | dS | dQ += dS K     columns 256 .. 511
 """
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import MhaBackward
 from kernels.aot import Compiled
-from kernels.lib.launch import WARPGROUP
 from kernels.lib.output import store_output
 from kernels.lib.rows import ROWS, BoxedRows, Extents, RowTile
 from kernels.lib.softmax import LOG2_E
-from kernels.lib.spans import Span, SpanOperands
-from kernels.lib.wgmma import (
-    K_MAJOR,
-    MN_MAJOR,
-    accumulator,
-    multiply,
-    operand_a,
-    operand_b,
-    store_rows,
-    tiled_mma,
-    tma_tiles,
-    transposed,
-)
+from kernels.lib.spans import RowSpans, Span, SpanOperands
+from kernels.lib.wgmma import tma_tiles
 
 from .dq import MhaDqSm90, differentiate, exponentiate, read_numbers
 from .elements import hand_over, take_over
-from .halves import HALVES, LEFT, RIGHT, DqHalvesBarriers, DqHalvesConfig, allocate_dq
+from .halves import HALVES, LEFT, RIGHT, DqHalvesBarriers, DqHalvesConfig, Half, SumsByHalves, allocate_dq
 from .host import RowOperands
 from .smem import DqShared
 
 
-class MhaDq512Sm90(MhaDqSm90):
+class MhaDq512Sm90(SumsByHalves, MhaDqSm90):
     def allocate(self) -> tuple[DqHalvesBarriers, DqShared]:
         return allocate_dq(self.config, self.dtype)
 
@@ -89,62 +77,52 @@ class MhaDq512Sm90(MhaDqSm90):
         n: Extents,
     ):
         """One warpgroup: half of the columns of dQ, and S or dP."""
-        c, half, exchange = self.config, self.config.d // 2, bar.exchange
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        boxed = BoxedRows.of(n, Int32(0), thread)
-        scores, sums = tiled_mma(self.dtype, c.tile_n, K_MAJOR), tiled_mma(self.dtype, half, MN_MAJOR)
-        stays, passes, ring = (smem.q, smem.k, bar.k) if side == LEFT else (smem.do, smem.v, bar.v)
-        a = tuple(operand_a(scores, cute.local_tile(stays, (c.tile_m, half), (0, i, 0))) for i in HALVES)
-        b = operand_b(scores, passes)
-        a_weights, b_sum = operand_a(sums, exchange.weights_tile), operand_b(sums, transposed(smem.k))
-        x, p = (accumulator(scores, c.tile_n) for _ in range(2))
-        total = accumulator(sums, half)
-        rounded = cute.make_rmem_tensor_like(x, self.dtype)
+        c, k = self.config, (smem.k, bar.k)
+        stays, passes, early = (smem.q, k, (LEFT,)) if side == LEFT else (smem.do, (smem.v, bar.v), HALVES)
+        parts = Half.parts(side, bar.exchange, stays[None, None, 0], passes, k)
         numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
-        scale_log2 = scale * LOG2_E
         factor = cute.make_rmem_tensor(ROWS, Float32)
         factor.fill(scale)
         fills0 = Int32(0)
         for wave in cutlass.range(self.scheduler(spans, n).waves, unroll=1):
             tile, span = self.receive(bar, smem, spans, n, wave)
+            w = RowHalf(*parts, bar, numbers, None, scale * LOG2_E)
+            boxed = BoxedRows.of(n, Int32(0), w.thread)
             read_numbers(numbers, operands, tile, boxed)
-            rows = span.of_rows(boxed)
-            total.fill(0.0)
-            for t in cutlass.range(span.tiles, unroll=1):
-                fill = fills0 + t
-                handed, weights = exchange.p.at(fill), exchange.weights.at(fill)
-                for i in cutlass.range_constexpr(len(HALVES)):
-                    state = ring.at(2 * fill + i)
-                    state.wait_full()
-                    multiply(scores, x, a[i], b[None, None, None, state.index], fresh=i == 0)
-                warpgroup.wait_group(0)
-                if cutlass.const_expr(side == LEFT):
-                    rows.mask(x, t)
-                    exponentiate(x, numbers, scale_log2)
-                    handed.wait_empty()
-                    hand_over(x, exchange.p_tile, thread)
-                    handed.arrive_full()
-                else:
-                    for i in cutlass.range_constexpr(len(HALVES)):
-                        bar.v.at(2 * fill + i).arrive_empty()
-                    handed.wait_full()
-                    take_over(p, exchange.p_tile, thread)
-                    handed.arrive_empty()
-                    differentiate(rounded, p, x, numbers)
-                    weights.wait_empty()
-                    store_rows(scores, rounded, rounded, exchange.weights_tile, thread)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    weights.arrive_full()
-                k = bar.k.at(2 * fill + side)
-                k.wait_full()
-                weights.wait_full()
-                multiply(sums, total, a_weights, b_sum[None, None, None, k.index])
-                warpgroup.wait_group(0)
-                weights.arrive_empty()
-                k.arrive_empty()
+            self.add_up(replace(w, rows=span.of_rows(boxed)), fills0, span.tiles, True, early)
             bar.rows.at(wave).arrive_empty()
             fills0 = fills0 + span.tiles
-            store_output(total, factor, dq, tile, boxed, side * half, thread, c.d)
+            store_output(w.total, factor, dq, tile, boxed, side * (c.d // 2), w.thread, c.d)
+
+    @cute.jit
+    def weigh(self, w: "RowHalf", fill: Int32, t: Int32):
+        """dS from S and dP."""
+        handed = w.exchange.p.at(fill)
+        if cutlass.const_expr(w.side == LEFT):
+            w.rows.mask(w.x, t)
+            exponentiate(w.x, w.numbers, w.scale_log2)
+            handed.wait_empty()
+            hand_over(w.x, w.exchange.p_tile, w.thread)
+            handed.arrive_full()
+        else:
+            for half in HALVES:
+                w.bar.v.at(2 * fill + half).arrive_empty()
+            handed.wait_full()
+            take_over(w.p, w.exchange.p_tile, w.thread)
+            handed.arrive_empty()
+            differentiate(w.rounded, w.p, w.x, w.numbers)
+            w.share(fill)
+
+    def before_the_sum(self, w: "RowHalf", fill: Int32, place: Int32) -> None:
+        """Keys that no row sees have been cleared."""
+
+
+@dataclass(frozen=True)
+class RowHalf(Half):
+    bar: DqHalvesBarriers
+    numbers: cute.Tensor
+    rows: RowSpans | None
+    scale_log2: Float32
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:

@@ -1,26 +1,39 @@
-"""Where d is 512: choices, barriers and SMEM of the kernels in which two warpgroups share a sum by halves of its columns.
+"""At d 512: choices, SMEM and the loop of the kernels in which two warpgroups share a sum by halves of its columns.
 
-64 rows of a sum take 256 registers of a warpgroup's threads, so two warpgroups hold one sum, `LEFT` the first half of its
-columns. What stays for it in SMEM are two tiles of 64 rows and 512 columns. What passes has 32 rows, in halves of its
-columns: three places for those of the array that the sum reads, so that one of the next tile's is there early, and two
-for the other array's.
+64 rows of a sum take 256 registers of a warpgroup's threads, so two warpgroups hold one sum, `LEFT` the first half of
+its columns. What stays for it in SMEM are two tiles of 64 rows and 512 columns. What passes has 32 rows, in halves of
+its columns: three places for those of the array that the sum reads, so that one of the next tile's is there early, and
+two for the other array's.
 """
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
 
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
-from kernels.lib.wgmma import operand_layout
+from kernels.lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    multiply,
+    operand_a,
+    operand_b,
+    operand_layout,
+    store_rows,
+    tiled_mma,
+    transposed,
+)
 
 from .config import CLEARERS, DqConfig, KeyTileConfig
 from .smem import DqBarriers, DqShared, KeyTileBarriers, KeyTileShared
 
-LEFT, RIGHT = HALVES = range(2)
+LEFT, RIGHT = HALVES = 0, 1
 PASSING = 32  # rows of a tile that passes
 PLACES = 3, 2  # for halves of tiles of K and of V, or of Q and of dO
 
@@ -83,6 +96,10 @@ class KeyHalvesConfig(KeyTileConfig):
         return 2
 
     @property
+    def consumers_zero(self) -> bool:
+        return True
+
+    @property
     def stages(self) -> int:
         """Of the numbers of rows."""
         return 1
@@ -118,6 +135,96 @@ class Exchange:
     def initialise(self) -> None:
         self.p.initialise(WARPGROUP, WARPGROUP)
         self.weights.initialise(WARPGROUP, 2 * WARPGROUP)
+
+
+@dataclass(frozen=True)
+class Half:
+    """A consumer warpgroup: its columns of a sum, and the products and registers of its part of the weights."""
+
+    side: int
+    exchange: Exchange
+    scores: cute.TiledMma
+    sums: cute.TiledMma
+    a: tuple[cute.Tensor, ...]  # halves of what stays
+    b: cute.Tensor  # what passes
+    ring: Ring
+    a_weights: cute.Tensor
+    b_sum: cute.Tensor
+    sum_ring: Ring
+    x: cute.Tensor  # an accumulator of S or dP
+    p: cute.Tensor  # another, for P of the other warpgroup
+    rounded: cute.Tensor
+    total: cute.Tensor
+    thread: Int32
+
+    @staticmethod
+    def parts(side: int, exchange: Exchange, stays: cute.Tensor, passes: tuple, summed: tuple) -> tuple:
+        """The fields, in their order. `passes` and `summed`: places in SMEM and their ring."""
+        dtype, half = stays.element_type, cute.size(stays, mode=[1]) // 2
+        scores, sums = tiled_mma(dtype, PASSING, K_MAJOR), tiled_mma(dtype, half, MN_MAJOR)
+        a = tuple(operand_a(scores, cute.local_tile(stays, (64, half), (0, i))) for i in HALVES)
+        a_weights, b_sum = operand_a(sums, exchange.weights_tile), operand_b(sums, transposed(summed[0]))
+        x, p = (accumulator(scores, PASSING) for _ in range(2))
+        of_products = scores, sums, a, operand_b(scores, passes[0]), passes[1], a_weights, b_sum, summed[1]
+        registers = x, p, cute.make_rmem_tensor_like(x, dtype), accumulator(sums, half)
+        return side, exchange, *of_products, *registers, cute.arch.thread_idx()[0] % WARPGROUP
+
+    @cute.jit
+    def score(self, fill: Int32, halves: cutlass.Constexpr[tuple]):
+        """Begins S or dP of a tile, over halves of the columns."""
+        for half in halves:
+            state = self.ring.at(2 * fill + half)
+            state.wait_full()
+            multiply(self.scores, self.x, self.a[half], self.b[None, None, None, state.index], fresh=half == LEFT)
+
+    @cute.jit
+    def share(self, fill: Int32):
+        """Leaves the rounded weights for both warpgroups."""
+        weights = self.exchange.weights.at(fill)
+        weights.wait_empty()
+        store_rows(self.scores, self.rounded, self.rounded, self.exchange.weights_tile, self.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        weights.arrive_full()
+
+
+class SumsByHalves:
+    """The loop of a consumer warpgroup; a kernel has `weigh`, and what a warpgroup may do `before_the_sum`.
+
+    Scores of the next tile begin with the sum of this one, as far as their halves are there: of the array that is
+    summed, the second half comes in the place that the first one leaves.
+    """
+
+    @cute.jit
+    def add_up(self, w: Half, fills0: Int32, steps: Int32, makes: cutlass.Constexpr, early: cutlass.Constexpr[tuple]):
+        """Adds `steps` tiles to the sum. `makes`: whether it makes S or dP; early: halves that come before the sum."""
+        w.total.fill(0.0)
+        if steps > 0:
+            if cutlass.const_expr(makes):
+                w.score(fills0, HALVES)
+            for t in cutlass.range(steps - 1, unroll=1):
+                self.step(w, fills0, t, makes, early)
+            self.step(w, fills0, steps - 1, False, early)
+
+    @cute.jit
+    def step(self, w: Half, fills0: Int32, t: Int32, goes_on: cutlass.Constexpr, early: cutlass.Constexpr[tuple]):
+        """Tile t; and where it goes on, scores of the next."""
+        fill = fills0 + t
+        warpgroup.wait_group(0)
+        self.weigh(w, fill, t)
+        weights, summed = w.exchange.weights.at(fill), w.sum_ring.at(2 * fill + w.side)
+        summed.wait_full()
+        weights.wait_full()
+        self.before_the_sum(w, fill, summed.index)
+        multiply(w.sums, w.total, w.a_weights, w.b_sum[None, None, None, summed.index])
+        if cutlass.const_expr(goes_on):
+            w.score(fill + 1, early)
+            warpgroup.wait_group(len(early))
+        else:
+            warpgroup.wait_group(0)
+        weights.arrive_empty()
+        summed.arrive_empty()
+        if cutlass.const_expr(goes_on):
+            w.score(fill + 1, HALVES[len(early) :])
 
 
 @dataclass(frozen=True)

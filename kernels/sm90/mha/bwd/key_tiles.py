@@ -25,7 +25,7 @@ from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, ceil
 from kernels.lib.softmax import LOG2_E
 from kernels.lib.wgmma import tma_tiles, zero_rows
 
-from .elements import DELTA, HAS_SINK, HIDES, LSE, SEES, SINK_FACTOR, START, WIDTH, bits_below, zero_row
+from .elements import DEAD, DELTA, HAS_SINK, HIDES, LSE, SEES, SINK_FACTOR, START, WIDTH, bits_below, zero_row
 from .host import MhaBackwardKernel, Results, RowOperands
 from .smem import KeyTileBarriers, KeyTileShared, allocate_key_tiles
 from .tile_spans import read_seen
@@ -289,6 +289,8 @@ class KeyTileKernel(MhaBackwardKernel):
                     smem.places[mine[r], stage] = places[r]
                 dead = dead | (Int32(exists & (lse == -Float32.inf)) << r)
                 flags = flags | Int32(sees & (sink_factor != 1.0)) * HAS_SINK
+                if cutlass.const_expr(c.consumers_zero):
+                    flags = flags | Int32(exists & (lse == -Float32.inf)) * (DEAD | HIDES)
                 for g in cutlass.range_constexpr(c.groups):
                     key0, end = tile.key0 + g * 64, tile.key0 + (g + 1) * (c.tile_n // c.groups)
                     flags = flags | Int32(sees & ((start > key0) | (stop < end))) * (HIDES << g)
@@ -297,16 +299,15 @@ class KeyTileKernel(MhaBackwardKernel):
         flags = cute.arch.warp_redux_sync(flags, "or")
         if lane == 0:
             smem.flags[part, stage] = flags
-        if cute.arch.vote_any_sync(dead != 0):
-            self.zero_dead(bar, smem, dead, t, row0)
+        if cutlass.const_expr(not c.consumers_zero):  # noqa: SIM102, at compile time
+            if cute.arch.vote_any_sync(dead != 0):
+                bar.landed.at(t).wait_full()
+                self.zero_dead(smem, dead, stage, row0)
         state.arrive_full()
 
     @cute.jit
-    def zero_dead(self, bar: KeyTileBarriers, smem: KeyTileShared, dead: Int32, t: Int32, row: Int32):
+    def zero_dead(self, smem: KeyTileShared, dead: Int32, stage: Int32, row: Int32):
         """Row `row` + 32 r of Q and dO, where bit r is set."""
-        landed = bar.landed.at(t)
-        landed.wait_full()
-        stage = landed.index
         for r in cutlass.range_constexpr(2):
             if (dead >> r) & 1 == 1:
                 for x in (smem.q, smem.do):
