@@ -1,5 +1,5 @@
-"""Faults planted in the gradient's kernels of d 512 with separate K and V, whose warpgroups share a sum by halves of its
-columns: the interpreter must find and name each.
+"""Faults planted in the gradient's kernels of d 512 with separate K and V, whose warpgroups share a sum by halves of
+its columns: the interpreter must find and name each.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tests.symptoms import EARLY, early, late, unfenced
 from tests.test_ptx_mha_backward import kernels, operands
 
 SCALE = 512**-0.5
-PASSED = "p_full p_empty weights_full weights_empty "
+PASSED = "p_full weights_full weights_empty "
 DKDV = Subject(
     "mha_dkdv_sm_90a_d512_bfloat16",
     {},
@@ -47,13 +47,6 @@ FAULTS = [
         DQ.without_wait("weights_full"),
     ),
     PlantedFault(
-        "dS written over that of the tile before",
-        DQ,
-        Race,
-        late("stmatrix", "weights", "wgmma"),
-        DQ.without_wait("weights_empty"),
-    ),
-    PlantedFault(
         "P taken before it is there",
         DQ,
         EARLY,
@@ -61,11 +54,11 @@ FAULTS = [
         DQ.without_wait("p_full"),
     ),
     PlantedFault(
-        "P handed over while the one before is read",
-        DQ,
+        "P written over that of the tile before",
+        DKDV,
         Race,
-        late(r"st\.shared", "p", r"ld\.shared"),
-        DQ.without_wait("p_empty"),
+        late("stmatrix", "weights", "wgmma"),
+        DKDV.without_wait("weights_empty"),
     ),
     PlantedFault(
         "K read before it is cleared",

@@ -35,9 +35,7 @@ from .elements import (
     differentiate,
     drop,
     exponentiate,
-    hand_over,
     mask,
-    take_over,
     zero_row,
 )
 from .halves import (
@@ -160,8 +158,7 @@ class MhaDkdv512Sm90(SumsByHalves, KeyTileKernel):
     @cute.jit
     def weigh(self, w: "KeyHalf", t: Int32, _: Int32):
         """P or dS from S and dP."""
-        handed, flags = w.exchange.p.at(t), w.smem.flags
-        numbers = w.smem.numbers[None, None, 0]
+        numbers, flags = w.smem.numbers[None, None, 0], w.smem.flags
         w.bar.rows.at(t).wait_full()
         if cutlass.const_expr(w.side == LEFT):
             if flags[0, 0] & HIDES != 0:
@@ -171,17 +168,14 @@ class MhaDkdv512Sm90(SumsByHalves, KeyTileKernel):
                 for half in HALVES:
                     w.bar.q.at(2 * t + half).arrive_empty()
                 apply_sink(w.rounded, w.x, numbers, flags[0, 0])
+                w.exchange.weights.at(t).wait_empty()
                 w.share(t)
             else:
-                handed.wait_empty()
-                hand_over(w.x, w.exchange.p_tile, w.thread)
-                handed.arrive_full()
+                w.exchange.hand_over(w.x, w.thread)
         elif cutlass.const_expr(not w.values):
             for half in HALVES:
                 w.bar.do.at(2 * t + half).arrive_empty()
-            handed.wait_full()
-            take_over(w.p, w.exchange.p_tile, w.thread)
-            handed.arrive_empty()
+            w.exchange.take_over(w.p, t, w.thread)
             drop(w.x, w.p)
             differentiate(w.rounded, w.p, w.x, numbers, Int32(HAS_SINK))
             w.share(t)

@@ -22,7 +22,6 @@ from kernels.lib.spans import RowSpans, Span, SpanOperands
 from kernels.lib.wgmma import tma_tiles
 
 from .dq import MhaDqSm90, differentiate, exponentiate, read_numbers
-from .elements import hand_over, take_over
 from .halves import HALVES, LEFT, RIGHT, DqHalvesBarriers, DqHalvesConfig, Half, SumsByHalves, allocate_dq
 from .host import RowOperands
 from .smem import DqShared
@@ -97,19 +96,14 @@ class MhaDq512Sm90(SumsByHalves, MhaDqSm90):
     @cute.jit
     def weigh(self, w: "RowHalf", fill: Int32, t: Int32):
         """dS from S and dP."""
-        handed = w.exchange.p.at(fill)
         if cutlass.const_expr(w.side == LEFT):
             w.rows.mask(w.x, t)
             exponentiate(w.x, w.numbers, w.scale_log2)
-            handed.wait_empty()
-            hand_over(w.x, w.exchange.p_tile, w.thread)
-            handed.arrive_full()
+            w.exchange.hand_over(w.x, w.thread)
         else:
             for half in HALVES:
                 w.bar.v.at(2 * fill + half).arrive_empty()
-            handed.wait_full()
-            take_over(w.p, w.exchange.p_tile, w.thread)
-            handed.arrive_empty()
+            w.exchange.take_over(w.p, fill, w.thread)
             differentiate(w.rounded, w.p, w.x, w.numbers)
             w.share(fill)
 

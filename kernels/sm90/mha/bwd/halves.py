@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.pipeline import Ring
+from kernels.lib.pipeline import Ring, wait_for
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
@@ -31,6 +31,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import CLEARERS, DqConfig, KeyTileConfig
+from .elements import hand_over, take_over
 from .smem import DqBarriers, DqShared, KeyTileBarriers, KeyTileShared
 
 LEFT, RIGHT = HALVES = 0, 1
@@ -119,7 +120,7 @@ class KeyHalvesConfig(KeyTileConfig):
 class Exchange:
     """What one warpgroup leaves for the other in SMEM, and its barriers."""
 
-    p: Ring
+    p_full: cute.Pointer  # P waits for none to be read: left has seen weights that right made of the one before
     weights: Ring
     p_tile: cute.Tensor  # (4, thread, elements of an accumulator / 4) float32
     weights_tile: cute.Tensor  # (64, PASSING): P or dS, rounded, for both
@@ -129,12 +130,23 @@ class Exchange:
         p = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, PASSING // 8)), 16)
         layout = operand_layout(smem.dtype, 64, PASSING)
         weights = smem.allocate_tensor(smem.dtype, layout.outer, 1024, swizzle=layout.inner)
-        rings = (Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1)) for _ in range(2))
-        return Exchange(*rings, p, weights)
+        p_full, full, empty = (smem.allocate_array(Int64, 1) for _ in range(3))
+        return Exchange(p_full, Ring(full, empty), p, weights)
 
     def initialise(self) -> None:
-        self.p.initialise(WARPGROUP, WARPGROUP)
-        self.weights.initialise(WARPGROUP, 2 * WARPGROUP)
+        cute.arch.mbarrier_init(self.p_full, WARPGROUP)
+        self.weights.initialise(WARPGROUP, WARPGROUP)
+
+    @cute.jit
+    def hand_over(self, p: cute.Tensor, thread: Int32):
+        """P of a thread of left's, for the same thread of right's."""
+        hand_over(p, self.p_tile, thread)
+        cute.arch.mbarrier_arrive(self.p_full)
+
+    @cute.jit
+    def take_over(self, p: cute.Tensor, fill: Int32, thread: Int32):
+        wait_for(self.p_full, fill)
+        take_over(p, self.p_tile, thread)
 
 
 @dataclass(frozen=True)
@@ -179,12 +191,10 @@ class Half:
 
     @cute.jit
     def share(self, fill: Int32):
-        """Leaves the rounded weights for both warpgroups."""
-        weights = self.exchange.weights.at(fill)
-        weights.wait_empty()
+        """Leaves the rounded weights for both warpgroups, which have read those before."""
         store_rows(self.scores, self.rounded, self.rounded, self.exchange.weights_tile, self.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        weights.arrive_full()
+        self.exchange.weights.at(fill).arrive_full()
 
 
 class SumsByHalves:
@@ -196,17 +206,28 @@ class SumsByHalves:
 
     @cute.jit
     def add_up(self, w: Half, fills0: Int32, steps: Int32, makes: cutlass.Constexpr, early: cutlass.Constexpr[tuple]):
-        """Adds `steps` tiles to the sum. `makes`: whether it makes S or dP; early: halves that come before the sum."""
+        """Adds `steps` tiles to the sum. `makes`: whether it makes S or dP; early: halves that come before the sum.
+
+        Who makes neither says when it has read the weights. Else they are made of what is handed over after the sum.
+        """
         w.total.fill(0.0)
         if steps > 0:
             if cutlass.const_expr(makes):
                 w.score(fills0, HALVES)
             for t in cutlass.range(steps - 1, unroll=1):
-                self.step(w, fills0, t, makes, early)
-            self.step(w, fills0, steps - 1, False, early)
+                self.step(w, fills0, t, makes, makes, early)
+            self.step(w, fills0, steps - 1, makes, False, early)
 
     @cute.jit
-    def step(self, w: Half, fills0: Int32, t: Int32, goes_on: cutlass.Constexpr, early: cutlass.Constexpr[tuple]):
+    def step(
+        self,
+        w: Half,
+        fills0: Int32,
+        t: Int32,
+        makes: cutlass.Constexpr,
+        goes_on: cutlass.Constexpr,
+        early: cutlass.Constexpr[tuple],
+    ):
         """Tile t; and where it goes on, scores of the next."""
         fill = fills0 + t
         warpgroup.wait_group(0)
@@ -221,7 +242,8 @@ class SumsByHalves:
             warpgroup.wait_group(len(early))
         else:
             warpgroup.wait_group(0)
-        weights.arrive_empty()
+        if cutlass.const_expr(not makes):
+            weights.arrive_empty()
         summed.arrive_empty()
         if cutlass.const_expr(goes_on):
             w.score(fill + 1, HALVES[len(early) :])
@@ -282,6 +304,6 @@ def allocate_key_tiles(c: KeyHalvesConfig, dtype) -> tuple[KeyHalvesBarriers, Ke
     keys = smem.allocate_array(Int64, 1)
     of_q, of_do = (Ring(*(smem.allocate_array(Int64, places) for _ in range(2)), places) for places in PLACES)
     rows = Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1))
-    bar = KeyHalvesBarriers(keys, of_q, rows, exchange.p, None, of_q, of_do, exchange)
+    bar = KeyHalvesBarriers(keys, of_q, rows, None, None, of_q, of_do, exchange)
     shared = KeyTileShared(k, v, q, do, numbers, spans, None, None, None, boxed, flags, found, None)
     return bar, shared
