@@ -10,7 +10,7 @@ import pytest
 from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import gradients, mha_backward
-from interpreter.machine.hazards import Deadlock, Fault, Race
+from interpreter.machine.hazards import Deadlock, Fault, Misuse, Race
 from tests.planted import KIB, Subject, without
 from tests.symptoms import EARLY, early, late, unfenced
 from tests.test_ptx_mha_backward import kernels, operands
@@ -69,17 +69,17 @@ FAULTS = [
         case="window",
     ),
     PlantedFault(
-        "half of K loaded while it is summed",
+        "half of K loaded over one that has not been read",
         DQ,
         Race,
-        late(LOAD, "k", "wgmma"),
+        r"cp\.async\.bulk[^\n]*\n\s+overwrites SMEM of k\b[^\n]*nothing orders this and the write by tma",
         DQ.without_wait("k_empty0"),
     ),
     PlantedFault(
-        "half of V loaded while products read the one before",
+        "half of V loaded over one that has not come",
         DQ,
-        Race,
-        late(LOAD, "v", "wgmma"),
+        Misuse,
+        "an arrival too many: mbarrier v_full0",
         DQ.without_wait("v_empty0"),
     ),
     PlantedFault(
@@ -90,10 +90,10 @@ FAULTS = [
         without(r"fence\.proxy\.async"),
     ),
     PlantedFault(
-        "half of dO loaded while it is summed",
+        "half of dO loaded over one that has not come",
         DKDV,
-        Race,
-        late(LOAD, "do", "wgmma"),
+        Misuse,
+        "an arrival too many: mbarrier do_full0",
         DKDV.without_wait("do_empty0"),
     ),
     PlantedFault(
@@ -104,10 +104,10 @@ FAULTS = [
         DKDV.without_wait("q_full0"),
     ),
     PlantedFault(
-        "numbers of rows published while those before are read",
+        "numbers of rows published over those before, which nobody has read",
         DKDV,
-        Race,
-        r"st\.shared[^\n]*\n\s+overwrites SMEM of the rest\b|ld\.shared[^\n]*\n\s+reads SMEM of the rest\b",
+        Deadlock,
+        r"wait for parity \d: mbarrier rows_full [^\n]*in phase 11",
         DKDV.without_wait("rows_empty"),
     ),
     PlantedFault(
@@ -117,13 +117,6 @@ FAULTS = [
         r"^dk: \d+ of \d+ wrong, first at .*: nan",
         without(r"st\.shared\.v4\.b32\s+\[%r\d+\], \{0, 0, 0, 0\}"),
         case="random",
-    ),
-    PlantedFault(
-        "nobody says that the numbers of rows have been read",
-        DKDV,
-        Deadlock,
-        r"mbarrier rows_empty",
-        lambda text: edits.move_waits(text, DKDV.barrier(text, "rows_empty"), DKDV.barrier(text, "keys")),
     ),
 ]
 
