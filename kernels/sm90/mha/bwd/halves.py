@@ -1,9 +1,9 @@
 """At d 512: choices, SMEM and the loop of the kernels in which two warpgroups share a sum by halves of its columns.
 
 64 rows of a sum take 256 registers of a warpgroup's threads, so two warpgroups hold one sum, `LEFT` the first half of
-its columns. What stays for it in SMEM are two tiles of 64 rows and 512 columns. What passes has 32 rows, in halves of
-its columns: three places for those of the array that the sum reads, so that one of the next tile's is there early, and
-two for the other array's.
+its columns. Two tiles of 64 rows and 512 columns stay in SMEM. Tiles of 32 rows pass, in halves of their columns: three
+places for those of the array that the sum reads, so that one of the next tile's is there early, and two for the other
+array's.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ PLACES = 3, 2  # for halves of tiles of K and of V, or of Q and of dO
 
 
 def bytes_of_tiles(d: int) -> int:
-    """Of what stays, what passes, P and the weights."""
+    """Counts the bytes of tiles that stay and pass, of P and of the weights."""
     return 2 * 2 * d * 64 + 2 * sum(PLACES) * (d // 2) * PASSING + (4 + 2) * 64 * PASSING
 
 
@@ -68,7 +68,7 @@ class DqHalvesConfig(DqConfig):
 
     @property
     def key_tile_bytes(self) -> int:
-        """Of half a tile."""
+        """The bytes of half a tile."""
         return 2 * self.key_columns * self.tile_n
 
     def smem_with(self, stages_q: int) -> int:
@@ -102,7 +102,7 @@ class KeyHalvesConfig(KeyTileConfig):
 
     @property
     def stages(self) -> int:
-        """Of the numbers of rows."""
+        """Places for the numbers of rows."""
         return 1
 
     @property
@@ -118,7 +118,7 @@ class KeyHalvesConfig(KeyTileConfig):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one warpgroup leaves for the other in SMEM, and its barriers."""
+    """The place in SMEM where one warpgroup leaves numbers for the other, and its barriers."""
 
     p_full: cute.Pointer  # P waits for none to be read: left has seen weights that right made of the one before
     weights: Ring
