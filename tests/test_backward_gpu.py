@@ -90,7 +90,7 @@ def gradients(case, only, dtype=None, **choices):
 def test_gradients_by_kernels(case, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
-    is_latent = case.d == 512 and (case.op != "fmha" or case.shared_kv and case.dtype == "bfloat16")
+    is_latent = case.d == 512 and (case.op != "fmha" or (case.shared_kv and case.dtype == "bfloat16"))
     op = "mla_span_bwd" if is_latent else "mha_dq"
     if not {v.arch for v in library.variants_for(op, d=case.d)} >= set(library.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
