@@ -77,7 +77,7 @@ class MhaDq512Sm90(SumsByHalves, MhaDqSm90):
     ):
         """One warpgroup: half of the columns of dQ, and S or dP."""
         c, k = self.config, (smem.k, bar.k)
-        stays, passes, early = (smem.q, k, (LEFT,)) if side == LEFT else (smem.do, (smem.v, bar.v), HALVES)
+        stays, passes = (smem.q, k) if side == LEFT else (smem.do, (smem.v, bar.v))
         parts = Half.parts(side, bar.exchange, stays[None, None, 0], passes, k)
         numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
         factor = cute.make_rmem_tensor(ROWS, Float32)
@@ -88,7 +88,7 @@ class MhaDq512Sm90(SumsByHalves, MhaDqSm90):
             w = RowHalf(*parts, bar, numbers, None, scale * LOG2_E)
             boxed = BoxedRows.of(n, Int32(0), w.thread)
             read_numbers(numbers, operands, tile, boxed)
-            self.add_up(replace(w, rows=span.of_rows(boxed)), fills0, span.tiles, True, early)
+            self.add_up(replace(w, rows=span.of_rows(boxed)), fills0, span.tiles, True)
             bar.rows.at(wave).arrive_empty()
             fills0 = fills0 + span.tiles
             store_output(w.total, factor, dq, tile, boxed, side * (c.d // 2), w.thread, c.d)

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.pipeline import Ring, wait_for
 from kernels.lib.rows import PUBLISHED
@@ -39,9 +40,9 @@ PASSING = 32  # rows of a tile that passes
 PLACES = 3, 2  # for halves of tiles of K and of V, or of Q and of dO
 
 
-def bytes_of_tiles(d: int) -> int:
-    """Counts the bytes of tiles that stay and pass, of P and of the weights."""
-    return 2 * 2 * d * 64 + 2 * sum(PLACES) * (d // 2) * PASSING + (4 + 2) * 64 * PASSING
+def bytes_of_tiles(d: int, stay: int, halves: int) -> int:
+    """Counts the bytes of tiles that stay, of halves of those that pass, of P and of the weights."""
+    return stay * 2 * d * 64 + halves * d * PASSING + (4 + 2) * 64 * PASSING
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ class DqHalvesConfig(DqConfig):
 
     def smem_with(self, stages_q: int) -> int:
         small = 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 + 3 * PLACES[0] + 2 * PLACES[1] + 4)
-        return 1024 + stages_q * bytes_of_tiles(self.d) + small
+        return 1024 + stages_q * bytes_of_tiles(self.d, 2, sum(PLACES)) + small
 
 
 @dataclass(frozen=True)
 class KeyHalvesConfig(KeyTileConfig):
-    """`mha_dkdv`, where a CTA of a cluster has dV of 64 keys, and the other dK."""
+    """`mha_dkdv`, where a CTA of a cluster has dV of 64 keys, and the other dK, of which each loads what it needs."""
 
     @property
     def tile_m(self) -> int:
@@ -107,13 +108,13 @@ class KeyHalvesConfig(KeyTileConfig):
 
     @property
     def stages_of_rows(self) -> tuple[int, int]:
-        return PLACES
+        return 4, 4
 
     @property
     def smem_bytes(self) -> int:
         rows = 4 * self.tile_m * 5 + 4 * 4 * self.tile_m
-        small = 4 * (1 + 2 * self.threads // WARP) + 8 * (1 + 2 * sum(PLACES) + 6)
-        return 1024 + bytes_of_tiles(self.d) + rows + small + 64
+        small = 4 * (1 + 2 * self.threads // WARP) + 8 * (6 + 2 * sum(self.stages_of_rows))
+        return 1024 + bytes_of_tiles(self.d, 1, sum(self.stages_of_rows)) + rows + small + 64
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,13 @@ class Half:
         return side, exchange, *of_products, *registers, cute.arch.thread_idx()[0] % WARPGROUP
 
     @cute.jit
-    def score(self, fill: Int32, halves: cutlass.Constexpr[tuple]):
-        """Begins S or dP of a tile, over halves of the columns."""
-        for half in halves:
+    def score(self, fill: Int32):
+        """Makes S or dP of a tile."""
+        for half in HALVES:
             state = self.ring.at(2 * fill + half)
             state.wait_full()
             multiply(self.scores, self.x, self.a[half], self.b[None, None, None, state.index], fresh=half == LEFT)
+        warpgroup.wait_group(0)
 
     @cute.jit
     def share(self, fill: Int32):
@@ -200,53 +202,28 @@ class Half:
 class SumsByHalves:
     """The loop of a consumer warpgroup; a kernel has `weigh`, and what a warpgroup may do `before_the_sum`.
 
-    Scores of the next tile begin with the sum of this one, as far as their halves are there: of the array that is
-    summed, the second half comes in the place that the first one leaves.
+    Scores of the next tile wait for the sum of this one: begun under it they took longer (docs/lab/backward.md).
     """
 
     @cute.jit
-    def add_up(self, w: Half, fills0: Int32, steps: Int32, makes: cutlass.Constexpr, early: cutlass.Constexpr[tuple]):
-        """Adds `steps` tiles to the sum. `makes`: whether it makes S or dP; early: halves that come before the sum.
-
-        Who makes neither says when it has read the weights. Else they are made of what is handed over after the sum.
-        """
+    def add_up(self, w: Half, fills0: Int32, steps: Int32, makes: cutlass.Constexpr):
+        """Adds `steps` tiles to the sum. `makes`: whether it makes S or dP; who makes neither says when it has read the
+        weights."""
         w.total.fill(0.0)
-        if steps > 0:
+        for t in cutlass.range(steps, unroll=1):
+            fill = fills0 + t
             if cutlass.const_expr(makes):
-                w.score(fills0, HALVES)
-            for t in cutlass.range(steps - 1, unroll=1):
-                self.step(w, fills0, t, makes, makes, early)
-            self.step(w, fills0, steps - 1, makes, False, early)
-
-    @cute.jit
-    def step(
-        self,
-        w: Half,
-        fills0: Int32,
-        t: Int32,
-        makes: cutlass.Constexpr,
-        goes_on: cutlass.Constexpr,
-        early: cutlass.Constexpr[tuple],
-    ):
-        """Tile t; and where it goes on, scores of the next."""
-        fill = fills0 + t
-        warpgroup.wait_group(0)
-        self.weigh(w, fill, t)
-        weights, summed = w.exchange.weights.at(fill), w.sum_ring.at(2 * fill + w.side)
-        summed.wait_full()
-        weights.wait_full()
-        self.before_the_sum(w, fill, summed.index)
-        multiply(w.sums, w.total, w.a_weights, w.b_sum[None, None, None, summed.index])
-        if cutlass.const_expr(goes_on):
-            w.score(fill + 1, early)
-            warpgroup.wait_group(len(early))
-        else:
+                w.score(fill)
+            self.weigh(w, fill, t)
+            weights, summed = w.exchange.weights.at(fill), w.sum_ring.at(2 * fill + w.side)
+            summed.wait_full()
+            weights.wait_full()
+            self.before_the_sum(w, fill, summed.index)
+            multiply(w.sums, w.total, w.a_weights, w.b_sum[None, None, None, summed.index])
             warpgroup.wait_group(0)
-        if cutlass.const_expr(not makes):
-            weights.arrive_empty()
-        summed.arrive_empty()
-        if cutlass.const_expr(goes_on):
-            w.score(fill + 1, HALVES[len(early) :])
+            if cutlass.const_expr(not makes):
+                weights.arrive_empty()
+            summed.arrive_empty()
 
 
 @dataclass(frozen=True)
@@ -278,32 +255,35 @@ def allocate_dq(c: DqHalvesConfig, dtype) -> tuple[DqHalvesBarriers, DqShared]:
 
 @dataclass(frozen=True)
 class KeyHalvesBarriers(KeyTileBarriers):
-    q: Ring  # of halves, as `do`
-    do: Ring
+    scored: Ring  # of halves, as `summed`
+    summed: Ring
     exchange: Exchange
+    peer: Peer
 
     def initialise(self, c: KeyHalvesConfig) -> None:
         """Initialises the rings and the other barriers; one thread does so."""
         cute.arch.mbarrier_init(self.keys, 1)
         self.rows.initialise(WARP, 2 * WARPGROUP)
-        self.q.initialise(1, WARPGROUP)
-        self.do.initialise(1, WARPGROUP)
+        self.scored.initialise(1, WARPGROUP)
+        self.summed.initialise(1, WARPGROUP)
         self.exchange.initialise()
+        cute.arch.mbarrier_init(self.p.empty, WARPGROUP // WARP)
 
 
 def allocate_key_tiles(c: KeyHalvesConfig, dtype) -> tuple[KeyHalvesBarriers, KeyTileShared]:
+    """K of the CTA of dV, or V of the other's, is `k`; the array of S or dP is `q`, and that of the sum `do`."""
     smem = TileAllocator(dtype)
-    k, v = (smem.tile(c.tile_n, c.d) for _ in range(2))
-    q, do = (smem.tile(c.tile_m, c.d // 2, places) for places in PLACES)
+    stays = smem.tile(c.tile_n, c.d)
+    scored, summed = (smem.tile(c.tile_m, c.d // 2, places) for places in c.stages_of_rows)
     exchange = Exchange.allocate(smem)
     numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3, 1)), 16)
     spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, 1)), 16)
     boxed = smem.allocate_tensor(Int32, cute.make_layout((4, c.tile_m)), 16)
     flags = smem.allocate_tensor(Int32, cute.make_layout((1, 1)), 16)
     found = smem.allocate_tensor(Int32, cute.make_layout((2, c.threads // WARP)), 16)
-    keys = smem.allocate_array(Int64, 1)
-    of_q, of_do = (Ring(*(smem.allocate_array(Int64, places) for _ in range(2)), places) for places in PLACES)
+    keys, p_empty = (smem.allocate_array(Int64, 1) for _ in range(2))
+    of_scores, of_sum = (Ring(*(smem.allocate_array(Int64, n) for _ in range(2)), n) for n in c.stages_of_rows)
     rows = Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1))
-    bar = KeyHalvesBarriers(keys, of_q, rows, None, None, of_q, of_do, exchange)
-    shared = KeyTileShared(k, v, q, do, numbers, spans, None, None, None, boxed, flags, found, None)
-    return bar, shared
+    p, peer = Ring(exchange.p_full, p_empty), Peer.of(exchange.p_full)
+    bar = KeyHalvesBarriers(keys, of_scores, rows, p, None, of_scores, of_sum, exchange, peer)
+    return bar, KeyTileShared(stays, stays, scored, summed, numbers, spans, None, None, None, boxed, flags, found, None)

@@ -99,6 +99,9 @@ class KeyTileKernel(MhaBackwardKernel):
         self.zero_unused_rows(smem, n)
         self.place_rows(smem, n)
         cute.arch.sync_threads()
+        if cutlass.const_expr(c.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
