@@ -12,7 +12,7 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import gradients, mha_backward
 from interpreter.machine.hazards import Deadlock, Fault, Misuse, Race
 from tests.planted import KIB, Subject, without
-from tests.symptoms import EARLY, early, late, unfenced
+from tests.symptoms import EARLY, early, late, unfenced, unordered
 from tests.test_ptx_mha_backward import kernels, operands
 
 SCALE = 512**-0.5
@@ -20,9 +20,11 @@ PASSED = "p_full weights_full weights_empty "
 DKDV = Subject(
     "mha_dkdv_sm_90a_d512_bfloat16",
     {},
-    PASSED + "keys q_full0 q_full1 q_full2 q_empty0 q_empty1 q_empty2 do_full0 do_full1 do_empty0 do_empty1 "
-    "rows_full rows_empty",
-    {"k": 64 * KIB, "v": 64 * KIB, "q": 48 * KIB, "do": 32 * KIB, "p": 8 * KIB, "weights": 4 * KIB},
+    PASSED
+    + "keys p_empty scored_full0 scored_full1 scored_full2 scored_full3 scored_empty0 scored_empty1 scored_empty2 "
+    "scored_empty3 summed_full0 summed_full1 summed_full2 summed_full3 summed_empty0 summed_empty1 summed_empty2 "
+    "summed_empty3 rows_full rows_empty",
+    {"stays": 64 * KIB, "scored": 64 * KIB, "summed": 64 * KIB, "p": 8 * KIB, "weights": 4 * KIB},
 )
 DQ = Subject(
     "mha_dq_sm_90a_d512_bfloat16",
@@ -43,7 +45,7 @@ FAULTS = [
         "dS multiplied before it is there",
         DQ,
         EARLY,
-        early("wgmma", "weights", "stmatrix"),
+        unordered("wgmma", "weights", "stmatrix"),
         DQ.without_wait("weights_full"),
     ),
     PlantedFault(
@@ -90,18 +92,18 @@ FAULTS = [
         without(r"fence\.proxy\.async"),
     ),
     PlantedFault(
-        "half of dO loaded over one that has not come",
+        "half of dO loaded over one that has not been read",
         DKDV,
-        Misuse,
-        "an arrival too many: mbarrier do_full0",
-        DKDV.without_wait("do_empty0"),
+        Race,
+        r"cp\.async\.bulk[^\n]*\n\s+overwrites SMEM of summed\b",
+        DKDV.without_wait("summed_empty0"),
     ),
     PlantedFault(
         "Q read before it is there",
         DKDV,
         EARLY,
-        early("wgmma", "q", LOAD),
-        DKDV.without_wait("q_full0"),
+        early("wgmma", "scored", LOAD),
+        DKDV.without_wait("scored_full0"),
     ),
     PlantedFault(
         "numbers of rows published over those before, which nobody has read",
@@ -109,6 +111,20 @@ FAULTS = [
         Deadlock,
         r"wait for parity \d: mbarrier rows_full [^\n]*in phase 11",
         DKDV.without_wait("rows_empty"),
+    ),
+    PlantedFault(
+        "P taken before the peer has sent it",
+        DKDV,
+        EARLY,
+        early(r"ld\.shared", "p", r"st\.async"),
+        DKDV.without_wait("p_full"),
+    ),
+    PlantedFault(
+        "P sent over the one that the peer reads",
+        DKDV,
+        Race,
+        r"st\.async[^\n]*\n\s+overwrites SMEM of p\b[^\n]*nothing orders this",
+        DKDV.without_wait("p_empty"),
     ),
     PlantedFault(
         "a row that sees nothing is not zeroed",
