@@ -37,12 +37,13 @@ inline std::string PlanMhaBackward(const RowShape& shape, int64_t s_kv, float sc
   if (std::string error = OutOfRange("s_kv", s_kv); !error.empty()) return error;
   const int64_t max_heads = kMaxStrideBytes / (shape.d * ElementBytes(shape.type));
   if (shape.h_kv > max_heads / s_kv) return TooLarge("s_kv * h_kv", s_kv * shape.h_kv, max_heads);
+  if (of_keys && tiles.cluster > 1 && at.dv == nullptr) return "keys that are values too have no kernel of this d";
   const int64_t of_pair = of_keys ? CeilDiv(s_kv, tiles.tile_n) : n.tiles_inner * n.tiles_outer;
-  if (of_pair > kMaxExtent / (shape.b * shape.h_kv)) {
+  if (of_pair > kMaxExtent / (shape.b * shape.h_kv * tiles.cluster)) {
     return TooLarge("the number of tiles", of_pair * shape.b * shape.h_kv, kMaxExtent);
   }
   const int64_t work = of_pair * shape.b * shape.h_kv;
-  plan->grid = U32(of_keys ? work : std::min<int64_t>(work, tiles.processors));
+  plan->grid = U32(of_keys ? work * tiles.cluster : std::min<int64_t>(work, tiles.processors));
   SetTiling(shape, n, &x);
   x.q = Rows(shape, n, shape.d, at.q), x.dout = Rows(shape, n, shape.d, at.dout);
   x.k = Keys(shape, s_kv, tiles.tile_n, at.sources[0].k);

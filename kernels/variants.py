@@ -212,10 +212,10 @@ VARIANTS: tuple[Variant, ...] = (
     *(MlaBackward(op, "sm_100f", MLA_BACKWARD_BLACKWELL, 512, "bfloat16") for op in MLA_GRADIENTS),
     TileSpans("tile_spans", "sm_90a", f"{HOPPER}.mha.bwd.tile_spans"),
     *(
-        MhaBackward(op, "sm_90a", f"{HOPPER}.mha.bwd.{op.removeprefix('mha_')}", d, dtype)
+        MhaBackward(op, "sm_90a", f"{HOPPER}.mha.bwd.{op.removeprefix('mha_')}" + "_512" * (d == 512), d, dtype)
         for op in MHA_BACKWARD_OPS
-        for d in (64, 128, 256)
-        if (op, d) != ("mha_dqdkdv", 256)  # dK, dV and dQ are more than registers hold
+        for d in (64, 128, 256, 512)
+        if op != "mha_dqdkdv" or d < 256  # dK, dV and dQ are more than registers hold
         for dtype in DTYPES
     ),
     *(

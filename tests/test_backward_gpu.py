@@ -34,6 +34,7 @@ TABLE = [
 ] + [
     SparseCase(**SIZES, topk=64, sink="20", features=("absent", "lengths", "nan")),  # as large as lse
     FmhaCase(**SIZES, shared_kv=True, sink="20", span="causal"),
+    FmhaCase(**SIZES, shared_kv=True, dtype="float16", span="causal"),  # by the kernels of separate K and V
 ]
 
 
@@ -89,7 +90,8 @@ def gradients(case, only, dtype=None, **choices):
 def test_gradients_by_kernels(case, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
-    op = "mla_span_bwd" if case.d == 512 else "mha_dq"
+    is_latent = case.d == 512 and (case.op != "fmha" or (case.shared_kv and case.dtype == "bfloat16"))
+    op = "mla_span_bwd" if is_latent else "mha_dq"
     if not {v.arch for v in library.variants_for(op, d=case.d)} >= set(library.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
     got = gradients(case, only, implementation="cubin")

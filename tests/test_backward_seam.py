@@ -41,6 +41,7 @@ OPS = {
     "latent": (lambda q, k: fmha(q, k, span=Span.causal(S), sink=SINK), (Q, (B, S_KV, 1, D)), ["mla_span_bwd"]),
     "heads of keys": (lambda q, k: fmha(q, k, span=Span(0, 7)), (Q, (B, S_KV, 2, D)), ["mla_span_bwd"]),
     "apart": (lambda q, k, v: fmha(q, k, v, span=Span.causal(S), sink=SINK), (SMALL, *2 * [KEYS]), ["mha_bwd"]),
+    "apart at d 512": (lambda q, k, v: fmha(q, k, v, sink=SINK), (Q, *2 * [(B, S_KV, 2, D)]), ["mha_bwd"]),
     "latent of d 64": (lambda q, k: fmha(q, k, sink=SINK), (SMALL, KEYS), ["mha_bwd_shared_kv"]),
     "sparse": (lambda q, kv: sparse_fmha(q, kv, INDICES, sink=SINK), (Q, WINDOW), ["mla_sparse_bwd"]),
     "pool": (lambda q, kv: sparse_fmha(q, kv, INDICES), (Q, (S_KV, D)), ["mla_sparse_bwd"]),
@@ -106,6 +107,7 @@ def test_every_target_is_taken():
         (64, 1024, 128, False, "bf16"),
         (128, 512, None, False, "bf16"),
         (256, 1024, None, False, "bf16"),
+        (512, 1024, None, False, "bf16"),
     ],
 )
 def test_one_kernel_makes_all_gradients_where_queries_see_many_keys(d, s, window, deterministic, dtype):

@@ -33,12 +33,12 @@ SHAPES: dict[str, dict[str, int | None]] = {
 }
 PAIR, ONE = ("mha_dkdv", "mha_dq"), ("mha_dqdkdv",)
 RUNS = [
-    *(("bfloat16", d, case, False, PAIR) for d in (64, 128, 256) for case in ("groups", "window")),
-    *(("bfloat16", 64, case, False, PAIR) for case in ("random", "few")),
+    *(("bfloat16", d, case, False, PAIR) for d in (64, 128, 256, 512) for case in ("groups", "window")),
+    *(("bfloat16", d, case, False, PAIR) for d in (64, 512) for case in ("random", "few")),
     *(("bfloat16", d, "few", True, PAIR) for d in (128, 256)),
     ("bfloat16", 128, "groups", False, ONE),
     *(("bfloat16", 64, case, shared_kv, ONE) for case, shared_kv in (("window", False), ("random", True))),
-    *(("float16", d, "few", d == 256, PAIR) for d in (64, 128, 256)),  # up to conversions it is the same code
+    *(("float16", d, "few", d == 256, PAIR) for d in (64, 128, 256, 512)),  # up to conversions it is the same code
     *(("float16", d, "random", d == 64, ONE) for d in (64, 128)),
 ]
 

@@ -93,5 +93,6 @@ def launch(
     if isinstance(kernel.variant, TileSpans):
         plan = native.plan_tile_spans(shape, **tiles)
     else:
-        plan = native.plan_mha_backward(kernel.variant, shape, scale, processors=2, **tiles)
+        about = {"processors": 2, "cluster": kernel.facts["cluster"]}
+        plan = native.plan_mha_backward(kernel.variant, shape, scale, **about, **tiles)
     return machine(kernel, plan, memory, seed=seed), results

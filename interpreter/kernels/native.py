@@ -299,6 +299,7 @@ def plan_mha_backward(
     tile_m: int = 64,
     tile_n: int = 64,
     processors: int = 132,
+    cluster: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
     """The launch; without dv K is V."""
@@ -308,7 +309,7 @@ def plan_mha_backward(
         _attention_shape(shape, ("span",), variant.dtype),
         ctypes.c_float(scale),
         ctypes.c_bool(variant.op != "mha_dq"),
-        _tiles(tile_m, tile_n, processors),
+        _tiles(tile_m, tile_n, processors, cluster),
         addressed("mha_backward", addresses),
     )
 

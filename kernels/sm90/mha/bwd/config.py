@@ -23,6 +23,16 @@ class DqConfig:
         return 64 * self.consumers
 
     @property
+    def row_columns(self) -> int:
+        """Columns of Q and dO that a copy takes."""
+        return self.d
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of K and V that a copy takes."""
+        return self.d
+
+    @property
     def tile_n(self) -> int:
         return {64: 144, 128: 80, 256: 48}[self.d]
 
@@ -34,6 +44,11 @@ class DqConfig:
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread."""
         return 24, 240
+
+    @property
+    def parts_of_k(self) -> int:
+        """Places in SMEM that a tile of K takes."""
+        return 1
 
     @property
     def key_tile_bytes(self) -> int:
@@ -82,9 +97,33 @@ class KeyTileConfig:
         return 128 if self.adds_rows and self.d == 64 else 64
 
     @property
+    def row_columns(self) -> int:
+        """Columns of Q and dO that a copy takes."""
+        return self.d
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of K and V that a copy takes."""
+        return self.d
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that have the same keys."""
+        return 1
+
+    @property
+    def consumers_zero(self) -> bool:
+        """True if consumers zero rows of Q and dO that see nothing, and no row warp does."""
+        return False
+
+    @property
     def row_warps(self) -> int:
         """Warps that publish the numbers of a step's rows, 64 each."""
-        return self.tile_m // 64
+        return -(-self.tile_m // 64)
+
+    @property
+    def rows_of_lane(self) -> int:
+        return self.tile_m // self.row_warps // WARP
 
     @property
     def publishers(self) -> int:
@@ -116,6 +155,11 @@ class KeyTileConfig:
     def stages(self) -> int:
         """Stages of Q and dO."""
         return 2 if self.by_role else 3 if self.adds_rows else 4
+
+    @property
+    def stages_of_rows(self) -> tuple[int, int]:
+        """Places in SMEM for Q, and for dO."""
+        return self.stages, self.stages
 
     @property
     def threads(self) -> int:

@@ -58,6 +58,9 @@ class MhaDqSm90(MhaBackwardKernel):
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
         return cutlass.min(n.work, at_a_time)
 
+    def allocate(self) -> tuple[DqBarriers, DqShared]:
+        return allocate_dq(self.config, self.dtype)
+
     @cute.kernel
     def kernel(
         self,
@@ -70,7 +73,7 @@ class MhaDqSm90(MhaBackwardKernel):
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate_dq(c, self.dtype)
+        bar, smem = self.allocate()
         spans = SpanOperands(operands.start, operands.stop, results.s_kv)
         if warp == 0:
             for atom, _ in (*rows, *keys):
@@ -110,32 +113,41 @@ class MhaDqSm90(MhaBackwardKernel):
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
                 state.arrive_full()
-            copies = tuple(
-                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), ring)
-                for (atom, m), s, ring in zip(keys, (smem.k, smem.v), (bar.k_landed, bar.v), strict=True)
-            )
-            for t in cutlass.range(span.tiles, unroll=1):
-                for atom, gmem, stages, ring in copies:
-                    tile_state = ring.at(fills0 + t)
-                    tile_state.wait_empty()
-                    with cute.arch.elect_one():
-                        tile_state.expect_full(c.key_tile_bytes)
-                    cute.copy(atom, gmem[None, t], stages[None, tile_state.index], tma_bar_ptr=tile_state.full)
+            self.load_keys(bar, smem, keys, tile, span, fills0)
             fills0 = fills0 + span.tiles
+
+    @cute.jit
+    def load_keys(self, bar: DqBarriers, smem: DqShared, keys: tuple, tile: RowTile, span: Span, fills0: Int32):
+        """Loads the tiles of K and V that a tile of rows sees."""
+        c = self.config
+        copies = tuple(
+            (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), ring)
+            for (atom, m), s, ring in zip(keys, (smem.k, smem.v), (bar.k_landed, bar.v), strict=True)
+        )
+        for t in cutlass.range(span.tiles, unroll=1):
+            for atom, gmem, stages, ring in copies:
+                tile_state = ring.at(fills0 + t)
+                tile_state.wait_empty()
+                with cute.arch.elect_one():
+                    tile_state.expect_full(c.key_tile_bytes)
+                cute.copy(atom, gmem[None, t], stages[None, tile_state.index], tma_bar_ptr=tile_state.full)
 
     @cute.jit
     def clear(self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents):
         """Three warps hand K on, with zeros where no row sees it, because dS K would add 0 * NaN."""
+        c = self.config
         thread, fills0 = cute.arch.thread_idx()[0] - WARP, Int32(0)
         for wave in cutlass.range(self.scheduler(spans, n).waves, unroll=1):
             _, span = self.receive(bar, smem, spans, n, wave)
             bar.rows.at(wave).arrive_empty()
             for t in cutlass.range(span.tiles, unroll=1):
-                k = bar.k.at(fills0 + t)
-                bar.k_landed.at(fills0 + t).wait_full()
-                if span.needs_clearing(t):
-                    zero_rows(smem.k[None, None, k.index], span.unseen_from(t), thread, CLEARERS)
-                k.arrive_full()
+                for part in cutlass.range_constexpr(c.parts_of_k):
+                    fill = (fills0 + t) * c.parts_of_k + part
+                    k = bar.k.at(fill)
+                    bar.k_landed.at(fill).wait_full()
+                    if span.needs_clearing(t):
+                        zero_rows(smem.k[None, None, k.index], span.unseen_from(t), thread, CLEARERS)
+                    k.arrive_full()
             fills0 = fills0 + span.tiles
 
     def scheduler(self, spans: SpanOperands, n: Extents) -> TileScheduler:

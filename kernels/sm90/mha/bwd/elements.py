@@ -14,8 +14,9 @@ from kernels.lib.wgmma import round_to
 
 LSE, SINK_FACTOR, DELTA = range(3)
 START, WIDTH = range(2)
-# flags of rows: a sink factor is not 1; for each 64 keys, a row sees some of them; a row does not see all of them
-HAS_SINK, SEES, HIDES = 1, 1 << 1, 1 << 3
+# flags of rows: a sink factor is not 1; for each 64 keys, a row sees some of them; a row does not see all of them; and
+# where consumers zero such rows, a row sees nothing at all
+HAS_SINK, SEES, HIDES, DEAD = 1, 1 << 1, 1 << 3, 1 << 5
 
 
 def bits_below(n: Int32) -> Int32:

@@ -89,14 +89,15 @@ class MhaBackwardKernel(Kernel):
         shapes, load = Shapes(c.d, b, n), cpasync.CopyBulkTensorTileG2SOp()
         results = self.taken(dk=dk, dv=dv, sums=sums, dq=dq, shared_kv=shared_kv)
         self.launch(
-            tuple(tma_atom(load, shapes.rows(x), c.tile_m, c.d) for x in (q, dout)),
-            tuple(tma_atom(load, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v)),
+            tuple(tma_atom(load, shapes.rows(x), c.tile_m, c.row_columns) for x in (q, dout)),
+            tuple(tma_atom(load, shapes.keys(x, s_kv), c.tile_n, c.key_columns) for x in (k, v)),
             RowOperands(lse, sink_factor, delta, start, stop, *self.taken(seen=seen)),
             Results(*results, s_kv),
             scale,
             n,
             ctas=self.ctas(n, s_kv, at_a_time),
             stream=stream,
+            cluster=getattr(c, "cluster", 1),
         )
 
     def taken(self, **given: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, ceil
 from kernels.lib.softmax import LOG2_E
 from kernels.lib.wgmma import tma_tiles, zero_rows
 
-from .elements import DELTA, HAS_SINK, HIDES, LSE, SEES, SINK_FACTOR, START, WIDTH, bits_below, zero_row
+from .elements import DEAD, DELTA, HAS_SINK, HIDES, LSE, SEES, SINK_FACTOR, START, WIDTH, bits_below, zero_row
 from .host import MhaBackwardKernel, Results, RowOperands
 from .smem import KeyTileBarriers, KeyTileShared, allocate_key_tiles
 from .tile_spans import read_seen
@@ -43,10 +43,11 @@ class KeyTile:
     key0: Int32
 
     @staticmethod
-    def of(n: Extents, s_kv: Int32, tile_n: int) -> "KeyTile":
+    def of(n: Extents, s_kv: Int32, tile_n: int, ctas: int) -> "KeyTile":
         """Tiles of a pair of (batch, KV head) follow one another, the first keys first: under a causal mask they have
-        most to do."""
-        pair, tile = divide(cute.arch.block_idx()[0], ceil_div(s_kv, Int32(tile_n)))
+        most to do. So many CTAs in a row have the same keys."""
+        index = cute.arch.block_idx()[0] // ctas if ctas > 1 else cute.arch.block_idx()[0]
+        pair, tile = divide(index, ceil_div(s_kv, Int32(tile_n)))
         batch, kv_head = divide(pair, n.h_kv)
         return KeyTile(batch, kv_head, tile * tile_n)
 
@@ -74,14 +75,17 @@ class KeyTileKernel(MhaBackwardKernel):
     """A kernel whose CTAs own tiles of keys; it has `consume`."""
 
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
-        return ceil_div(s_kv, Int32(self.config.tile_n)) * n.pairs
+        return ceil_div(s_kv, Int32(self.config.tile_n)) * n.pairs * self.config.cluster
+
+    def allocate(self) -> tuple[KeyTileBarriers, KeyTileShared]:
+        return allocate_key_tiles(self.config, self.dtype)
 
     @cute.kernel
     def kernel(self, rows: tuple, keys: tuple, operands: RowOperands, results: Results, scale: Float32, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate_key_tiles(c, self.dtype)
-        tile = KeyTile.of(n, results.s_kv, c.tile_n)
+        bar, smem = self.allocate()
+        tile = KeyTile.of(n, results.s_kv, c.tile_n, c.cluster)
         if warp == 0:
             for atom, _ in (*rows, *keys):
                 cpasync.prefetch_descriptor(atom)
@@ -95,6 +99,9 @@ class KeyTileKernel(MhaBackwardKernel):
         self.zero_unused_rows(smem, n)
         self.place_rows(smem, n)
         cute.arch.sync_threads()
+        if cutlass.const_expr(c.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -164,9 +171,10 @@ class KeyTileKernel(MhaBackwardKernel):
         """All threads zero the rows of every stage that no box fills."""
         c = self.config
         if n.box_inner * n.box_outer < c.tile_m:
-            for s in cutlass.range_constexpr(c.stages):
-                for x in (smem.q, smem.do):
-                    zero_rows(x[None, None, s], n.box_inner * n.box_outer, cute.arch.thread_idx()[0], c.threads)
+            for s in cutlass.range_constexpr(max(c.stages_of_rows)):
+                for x, stages in zip((smem.q, smem.do), c.stages_of_rows, strict=True):
+                    if cutlass.const_expr(s < stages):
+                        zero_rows(x[None, None, s], n.box_inner * n.box_outer, cute.arch.thread_idx()[0], c.threads)
 
     @cute.jit
     def place_rows(self, smem: KeyTileShared, n: Extents):
@@ -247,11 +255,12 @@ class KeyTileKernel(MhaBackwardKernel):
         stage = state.index
         placed = PlacedTile(n, rows.split, rows.batch, rows.kv_head, rows.inner0, rows.outer0, rows.first_query)
         row0 = part * 64 + lane
-        mine = [row0 + WARP * r for r in range(2)]
+        mine = [row0 + WARP * r for r in range(c.rows_of_lane)]
         dead, flags = Int32(0), Int32(0)
-        there = cute.make_rmem_tensor(2, Int32)
-        of_row, of_query = cute.make_rmem_tensor((2, 3), Float32), cute.make_rmem_tensor((2, 2), Int32)
-        places = cute.make_rmem_tensor(2, Int32)
+        there = cute.make_rmem_tensor(c.rows_of_lane, Int32)
+        of_row = cute.make_rmem_tensor((c.rows_of_lane, 3), Float32)
+        of_query = cute.make_rmem_tensor((c.rows_of_lane, 2), Int32)
+        places = cute.make_rmem_tensor(c.rows_of_lane, Int32)
         if cutlass.const_expr(c.adds_rows):  # else all are loaded before the stage is free
             state.wait_empty()
         for at_once in c.rows_at_once:
@@ -267,7 +276,7 @@ class KeyTileKernel(MhaBackwardKernel):
                     of_query[r, i] = load(placed.at_query(x, query))
                 if cutlass.const_expr(c.adds_rows):
                     places[r] = Int32(row) if exists else Int32(-1)
-            if cutlass.const_expr(len(at_once) == 2):
+            if cutlass.const_expr(len(at_once) == c.rows_of_lane):
                 state.wait_empty()
             for r in at_once:
                 exists = there[r] == 1
@@ -283,6 +292,8 @@ class KeyTileKernel(MhaBackwardKernel):
                     smem.places[mine[r], stage] = places[r]
                 dead = dead | (Int32(exists & (lse == -Float32.inf)) << r)
                 flags = flags | Int32(sees & (sink_factor != 1.0)) * HAS_SINK
+                if cutlass.const_expr(c.consumers_zero):
+                    flags = flags | Int32(exists & (lse == -Float32.inf)) * (DEAD | HIDES)
                 for g in cutlass.range_constexpr(c.groups):
                     key0, end = tile.key0 + g * 64, tile.key0 + (g + 1) * (c.tile_n // c.groups)
                     flags = flags | Int32(sees & ((start > key0) | (stop < end))) * (HIDES << g)
@@ -291,9 +302,10 @@ class KeyTileKernel(MhaBackwardKernel):
         flags = cute.arch.warp_redux_sync(flags, "or")
         if lane == 0:
             smem.flags[part, stage] = flags
-        if cute.arch.vote_any_sync(dead != 0):
-            bar.landed.at(t).wait_full()
-            self.zero_dead(smem, dead, stage, row0)
+        if cutlass.const_expr(not c.consumers_zero):  # noqa: SIM102, at compile time
+            if cute.arch.vote_any_sync(dead != 0):
+                bar.landed.at(t).wait_full()
+                self.zero_dead(smem, dead, stage, row0)
         state.arrive_full()
 
     @cute.jit

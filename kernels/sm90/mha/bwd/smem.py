@@ -66,7 +66,7 @@ class KeyTileBarriers:
     keys: cute.Pointer  # K and V landed
     landed: Ring  # Q and dO as TMA brings them
     rows: Ring  # Q and dO, with the numbers of their rows
-    p: Ring  # P, where one warpgroup hands it to the other
+    p: Ring | None  # P, where one warpgroup hands it to the other, by this ring
     ds: Ring | None  # dS, where dQ is made
 
     def initialise(self, c: KeyTileConfig) -> None:
