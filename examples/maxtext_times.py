@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 WAYS = ("dots", "ours")
@@ -115,8 +116,10 @@ def measure(args):
     adapter.register(args.implementation)
     jax.clear_caches()  # else nothing is traced anew
     traced["ours"] = lowered()
+    with ThreadPoolExecutor() as pool:
+        compiled = {way: {of: pool.submit(x.compile) for of, x in traced[way].items()} for way in WAYS}
     for ratio, name in traced["dots"]:
-        runs, x = {way: traced[way][ratio, name].compile() for way in WAYS}, found[ratio][1]
+        runs, x = {way: compiled[way][ratio, name].result() for way in WAYS}, found[ratio][1]
         ours, dots = (jax.tree.leaves(jax.block_until_ready(runs[way](*x))) for way in ("ours", "dots"))
         norm = lambda y: float(jnp.linalg.norm(y.astype(jnp.float32)))  # noqa: E731
         apart = [norm(a - b) / (norm(b) or 1) for a, b in zip(ours, dots, strict=True)]

@@ -2,9 +2,11 @@
 what makes numbers of codes. The cases of every kernel of attention are in test_ptx.py.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from interpreter import edits
@@ -13,7 +15,7 @@ from interpreter.kernels import attention
 from interpreter.kernels.launch import launch
 from interpreter.kernels.verdict import Wrong, judge
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
-from tests.planted import KIB, SEEDS, Subject, run_with, without
+from tests.planted import KIB, SEEDS, Subject, constants, run_with, without
 from tests.symptoms import EARLY, early, unfenced
 
 STAGES = 2
@@ -26,16 +28,19 @@ PAGED = Subject(
     ),
     {"q": 2 * 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB},
 )
-PLACES = 3  # of codes of a tile
+PLACES = 4  # of codes of a tile
 CODES = Subject(
     "mha_fwd_paged_e4m3_sm_90a_d64_bfloat16",
     PAGED.case,
     " ".join(
-        ["q_full0 q_full1 q_empty0 q_empty1"]
+        ["q_full q_empty"]
         + [f"{x}{i}" for x in ("k_full", "k_empty", "v_full", "v_empty") for i in range(STAGES)]
         + [f"{x}{i}" for x in ("codes_full", "codes_empty") for i in range(PLACES)]
     ),
-    {"q": 2 * 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
+    {"q": 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
+)
+SHIFTED = Subject(  # at d 256 codes become bfloat16
+    "mha_fwd_paged_e4m3_sm_90a_d256_bfloat16", {**PAGED.case, "s_kv": 180, "width": 120}, "", {}
 )
 LOAD = r"ld\.global\.b32\s+(%r\d+), \[(%rd\d+)\];"
 TABLE = rf"{LOAD}((?:\s*\.loc[^\n]*)*\s+add\.s64\s+%rd\d+, %rd\d+, %rd\d+;(?:\s*\.loc[^\n]*)*\s+){LOAD}"
@@ -55,6 +60,22 @@ def test_pages_of_any_size(d, page, codes):
         x = attention.operands(kernel.variant, seed=seed, **sizes)
         run = launch(kernel, x, seed=seed, processors=2)
         judge(run.run(), x, run.scale)
+
+
+def test_small_probabilities_count():
+    """What 259 keys of 2^-26 add to a value of 0, beside a key of 1: float16 has no such number."""
+    x = attention.operands(CODES.kernel.variant, b=1, s_q=1, s_kv=260, h_q=4, h_kv=2, page=8, width=1 << 30)
+    keys, q = x.sources[0], np.zeros_like(x.q)
+    start, counts = np.zeros_like(keys.seen_from), np.ones_like(keys.counts)
+    k, v = np.zeros(keys.k.shape), np.ones(keys.v.shape)
+    k[:, 7, :, 0], v[:, 7] = 1, 0
+    keys = attention.Keys(k, v, start, keys.seen_to, counts)
+    keys = attention.in_pages(np.random.default_rng(0), "pages_e4m3", keys, 8)
+    q[..., 0] = np.repeat(18 * 8 / keys.k[:, 7, :, 0], 2, axis=-1)[:, None]  # logits of 18
+    x = dataclasses.replace(x, q=q, sources=(keys,), sink=np.full_like(x.sink, -np.inf))
+    run = launch(CODES.kernel, x, processors=1)
+    o, _ = run.run()
+    np.testing.assert_allclose(o.astype(np.float64), attention.answer(x, run.scale)[0], rtol=0.02)
 
 
 def values_of_keys_pages(text: str) -> str:
@@ -94,12 +115,41 @@ def one_scale(text: str) -> str:
 
 
 def no_signs(text: str) -> str:
-    return edits.replace(text, r"mad\.lo\.u32 x, sign, 15, x;", lambda m: "")
+    return edits.replace(text, str(0x87F087F0 - 2**32), lambda m: str(0x07F007F0))
+
+
+def half_the_shifted_codes(text: str) -> str:
+    """Of four codes the first two, twice."""
+    return constants(**{f"_{0xB3A2}": 0x9180})(text)
 
 
 def half_the_codes(text: str) -> str:
-    """Of four codes the first two, twice."""
-    return edits.replace(text, r"(prmt\.b32 x, %r\d+, 0, )0x4342;", lambda m: f"{m[1]}0x4140;")
+    first = r"(mov\.b32\s+\{(%rs\d+), (%rs\d+)\}, %r\d+;\s+cvt\.rn\.f16x2\.e4m3x2\s+%r\d+, )\2(;\s+cvt\.[^,]*, )\3;"
+    return edits.replace(text, first, lambda m: f"{m[1]}{m[2]}{m[4]}{m[2]};")
+
+
+def no_units(text: str) -> str:
+    """Logits as if a row of Q were in units of 1."""
+    return edits.replace(text, r"sub\.s32(\s+%r\d+), 254, %r\d+;", lambda m: f"mov.b32{m[1]}, 127;")
+
+
+UNSEEN = r"""setp\.lt\.s32\s+(%p\d+), (%r\d+), (%r\d+);
+\s+setp\.ge\.s32\s+(%p\d+), \2, (%r\d+);
+\s+or\.pred(\s+%p\d+), \1, \4;"""
+
+
+def before_the_first(text: str) -> str:
+    """Codes of values before the first key that is seen are no zeros."""
+    return edits.replace(text, UNSEEN, lambda m: f"setp.ge.s32 {m[4]}, {m[2]}, {m[5]}; mov.pred{m[6]}, {m[4]};")
+
+
+def after_the_last(text: str) -> str:
+    return edits.replace(text, UNSEEN, lambda m: f"setp.lt.s32 {m[1]}, {m[2]}, {m[3]}; mov.pred{m[6]}, {m[1]};")
+
+
+def eight_rows(text: str) -> str:
+    """No warp has more than eight rows."""
+    return edits.replace(text, r"setp\.lt\.s32(\s+%p\d+), (%r\d+), 9;", lambda m: f"setp.eq.b32{m[1]}, {m[2]}, {m[2]};")
 
 
 def not_swizzled(text: str) -> str:
@@ -149,8 +199,17 @@ FAULTS = [
         without(NOT_CLEARED, slice(3, 4)),
     ),
     PlantedFault("K's scale for V", CODES, Wrong, r"^o is wrong in .*lse is right", one_scale),
-    PlantedFault("codes without signs", CODES, Wrong, r"lse is wrong", no_signs),
+    PlantedFault("codes without signs", SHIFTED, Wrong, r"lse is wrong", no_signs),
+    PlantedFault("half of the shifted codes twice", SHIFTED, Wrong, r"lse is wrong", half_the_shifted_codes),
     PlantedFault("half of the codes twice", CODES, Wrong, r"lse is wrong", half_the_codes),
+    PlantedFault("rows of Q without their units", CODES, Wrong, r"lse is wrong", no_units),
+    PlantedFault("rows after the eighth are left out", CODES, Wrong, r"lse is wrong", eight_rows, case={"s_q": 3}),
+    PlantedFault(
+        "codes before the first key that is seen", CODES, Wrong, r"^o is wrong in .*nan.*lse is right", before_the_first
+    ),
+    PlantedFault(
+        "codes after the last key that is seen", CODES, Wrong, r"^o is wrong in .*nan.*lse is right", after_the_last
+    ),
     PlantedFault("chunks that are not swizzled", CODES, Wrong, r"lse is wrong", not_swizzled),
     PlantedFault("numbers without a fence", CODES, Race, unfenced("[kv]", r"st\.shared"), unfenced_numbers),
     PlantedFault(

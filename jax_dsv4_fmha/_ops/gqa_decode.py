@@ -44,7 +44,7 @@ def gqa_decode(
     Caches in FP8 have entries of float8_e4m3fn, as vLLM and SGLang keep them with `kv_cache_dtype=fp8_e4m3`: a key is
     its codes times k_scale, a value its codes times v_scale, each a number for all KV heads or one for each. New codes
     are `jnp.clip(k / k_scale, -448, 448).astype(jnp.float8_e4m3fn)`, k_scale repeated d times where heads differ. In
-    scores and values nothing else is rounded. No code may be NaN: a kernel reads 480.
+    scores and values nothing else is rounded. No code that a query sees may be NaN.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.

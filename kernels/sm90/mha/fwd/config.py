@@ -9,6 +9,7 @@ from kernels.params import PAGES
 CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
 TILE_N_OF_PAGES = {64: 128, 128: 64, 256: 64}  # whole boxes of any size
+STAGES_OF_CODES = {64: 4, 128: 3, 256: 2}  # what fits
 BOX, LARGEST_BOX = 8, 64  # keys of a page that TMA loads at a time: this many rows of 128 bytes are swizzled alike
 
 
@@ -31,9 +32,12 @@ class Config:
     @property
     def stages_of_codes(self) -> int:
         """Places for codes of a tile of K or of V, by turns; 0 where keys come as products take them."""
-        if self.sources != ("pages_e4m3",):
-            return 0
-        return 3 if self.ctas == 2 else 2
+        return STAGES_OF_CODES[self.d] if self.sources == ("pages_e4m3",) else 0
+
+    @property
+    def q_in_registers(self) -> bool:
+        """True where SMEM, which codes pass once and their numbers twice, has no time to read Q for every tile."""
+        return bool(self.stages_of_codes) and self.ctas == 2
 
     @property
     def stages(self) -> int:
@@ -92,7 +96,7 @@ class Config:
 
     @property
     def stages_q(self) -> int:
-        return 2 if self.smem_with(2) <= self.smem_limit else 1
+        return 2 if self.smem_with(2) <= self.smem_limit and not self.q_in_registers else 1
 
     @property
     def slots(self) -> int:

@@ -119,6 +119,11 @@ class Consumer:
 class MhaFwdSm90(ForwardKernel):
     symbol = "mha_fwd_sm90"
 
+    @property
+    def products(self):
+        """The type of what products take."""
+        return self.dtype
+
     @cute.kernel
     def kernel(
         self,
@@ -132,7 +137,7 @@ class MhaFwdSm90(ForwardKernel):
         c = self.config
         tma_k, mK, tma_v, mV, operands = sources[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
+        bar, smem = allocate(c, self.dtype, self.products)
         rows = n.box_inner * n.box_outer
         consumers = WARPGROUP * ceil_div(rows, ROWS_OF_WARPGROUP)  # threads of other warpgroups have no rows
         if warp == 0:
@@ -260,9 +265,9 @@ class MhaFwdSm90(ForwardKernel):
     def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32, n: Extents) -> Consumer:
         c = self.config
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
-        few = tiled_mma(self.dtype, c.few or c.tile_n, K_MAJOR)
-        pv = tiled_mma(self.dtype, c.d, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        qk, a = self.queries(smem, group)
+        few = tiled_mma(self.products, c.few or c.tile_n, K_MAJOR)
+        pv = tiled_mma(self.products, c.d, MN_MAJOR, warpgroup.OperandSource.RMEM)
         scores = accumulator(qk, c.tile_n)
         scores_of_few = cute.make_tensor(scores.iterator, accumulator(few, c.few or c.tile_n).layout)
         return Consumer(
@@ -272,15 +277,20 @@ class MhaFwdSm90(ForwardKernel):
             group=group,
             n=n,
             pv=pv,
-            a=operand_a(qk, cute.local_tile(smem.q, (64, c.d), (group, 0, None))),
+            a=a,
             b_k=operand_b(qk, smem.k),
             b_v=operand_b(pv, transposed(smem.v)),
             scores=Scores(qk, scores, c.tile_n),
             few=Scores(few, scores_of_few, c.few),
-            p=register_operand(pv, c.tile_n, self.dtype),
+            p=register_operand(pv, c.tile_n, self.products),
             out=accumulator(pv, c.d),
             softmax=self.softmax(scale_log2, group, n),
         )
+
+    def queries(self, smem: Shared, group: Int32) -> tuple[cute.TiledMma, cute.Tensor]:
+        """The product Q K' of a warpgroup, and Q as it takes it."""
+        qk = tiled_mma(self.products, self.config.tile_n, K_MAJOR)
+        return qk, operand_a(qk, cute.local_tile(smem.q, (64, self.config.d), (group, 0, None)))
 
     def softmax(self, scale_log2: Float32, group: Int32, n: Extents) -> Softmax:
         """The softmax of a warpgroup's rows."""

@@ -48,9 +48,11 @@ class Shared:
     codes: cute.Tensor | None  # (tile_n, d, stage), as they lie in memory
 
 
-def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
+def allocate(c: Config, dtype, products) -> tuple[Barriers, Shared]:
+    """dtype: of Q; products: of K and V."""
     smem = TileAllocator(dtype)
     q = smem.tile(c.tile_m, c.d, c.stages_q)
+    smem.dtype = products
     k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
     codes = None
     if c.stages_of_codes:
