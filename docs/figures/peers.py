@@ -46,8 +46,19 @@ def steps_beside_flashmla() -> dict[tuple[str | None, int, int], float]:
 def in_maxtext() -> str:
     """Attention of V4-Flash's layers in MaxText, as examples/maxtext_times.py timed it."""
     layers = {0: "window", 4: "window, and what CSA chose", 128: "window, and all of HCA"}
+    return beside_dots("8192 tokens, 64 heads", layers, load("h200_maxtext")["results"])
+
+
+def layers_in_maxtext() -> str:
+    """Whole layers of that attention."""
+    layers = {0: "layer of a window", 4: "layer of CSA"}
+    return beside_dots("4096 tokens, 64 heads", layers, load("h200_maxtext")["layers"]["results"])
+
+
+def beside_dots(of: str, layers: dict[int, str], results: list[dict[str, Any]]) -> str:
     rows = []
-    for x in load("h200_maxtext")["results"]:
-        dots, ours = x["dots_ms"], x["ours_ms"]
-        rows.append([f"{layers[x['ratio']]}: {x['what']}", f"{dots:.1f}", f"{ours:.2f}", f"{dots / ours:.0f}"])
-    return table("8192 tokens, 64 heads | dot products, ms | ours, ms | their time / ours", rows)
+    for x in results:
+        theirs, own = x["dots_ms"], x["ours_ms"]
+        ratio = f"{theirs / own:.{int(theirs < 10 * own)}f}"
+        rows.append([f"{layers[x['ratio']]}: {x['what']}", f"{theirs:.1f}", f"{own:.2f}", ratio])
+    return table(f"{of} | dot products, ms | ours, ms | their time / ours", rows)
