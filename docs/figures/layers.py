@@ -9,6 +9,7 @@ from .records import (
     FP8_PRODUCTS,
     INDEXER,
     LAYER,
+    LOAD,
     MODEL,
     NOTED,
     ON_H100,
@@ -254,6 +255,28 @@ def whole_steps() -> str:
         for row in WHOLE["rows"]
     ]
     return table(f"{WHOLE['devices']} × {WHOLE['device']} | ms | compiled in s | tokens/s", rows)
+
+
+def whole_parts() -> str:
+    """Where the devices' time of a call goes, by part of the model."""
+    rows = [row for row in WHOLE["rows"] if "parts" in row]
+    sums = {part: sum(row["parts"].get(part, 0) for row in rows) for row in rows for part in row["parts"]}
+    parts = sorted(sums, key=lambda part: -sums[part])
+    cells = ([row["work"], *(f"{row['parts'].get(part, 0):.1f}" for part in parts)] for row in rows)
+    return table(f"ms of a device | {' | '.join(parts)}", cells)
+
+
+def rates() -> str:
+    """A server of V4-Flash under load, beside a published row."""
+    heads = "TTFT, ms | TPOT, ms | tokens/s a GPU, in and out"
+    rows = []
+    for row in LOAD["rows"]:
+        rate = row["in_tokens_s"] + row["out_tokens_s"]
+        ours = f"{row['ttft_ms']:.0f}", f"{row['tpot_ms']:.1f}", f"{rate:.0f}"
+        published = LOAD["published"]["rows"].get(str(row["concurrency"]), ["–"] * 3)
+        rows.append([str(row["concurrency"]), *ours, *map(str, published)])
+    name = LOAD["published"]["name"]
+    return table(f"concurrency | {heads} | {name}: {heads}", rows)
 
 
 def whole_model() -> str:

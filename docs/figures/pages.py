@@ -17,6 +17,7 @@ from .records import (
     INDEXER,
     LATENT,
     LAYER,
+    LOAD,
     NOTED,
     ON_H100,
     PEERS,
@@ -116,6 +117,8 @@ def readme() -> str:
     packed = [extent(x for (kind, h, b), x in steps.items() if (kind, h) == ("fp8", n) and b >= 64) for n in (128, 64)]
     card, stack = _stack()
     one, many = (next(row for row in WHOLE["rows"] if row["work"].startswith(f"step, b {b},")) for b in (1, 64))
+    load = next(row for row in LOAD["rows"] if row["concurrency"] == 16)
+    served = load["in_tokens_s"] + load["out_tokens_s"]
     return bullets(f"""- **A prompt.** Attention of 128 heads over a window of 128 and 1024 selected keys takes {_milli(ours(layer))} for 4096
   queries, at {rate(layer)} TFLOP/s. FlashMLA, [timed in turns](docs/peers.md#flashmla), takes {of_peer(row_of(PEERS, PROMPT), "flashmla")} times as long. Over the window alone it takes
   {_milli(ours(window))}; FlashMLA takes {of_peer(row_of(PEERS, WINDOW), "flashmla")} times as long, XLA {of_peer(window, "xla")} times.
@@ -125,7 +128,8 @@ def readme() -> str:
 - **A step of a model**: the attention layers of V4-Flash, all 43 with their products, take {_milli(seconds(stack, "at once"))} for 64 sequences of 16384 tokens on an {card},
   in {stack["times"]["ours"]["launches"]} launches.
 - **The whole model**: {WHOLE["devices"]} H200s take {one["ms"]:.1f} ms for a token of V4-Flash after 8192, experts in MXFP4 and projections in FP8, and
-  {many["ms"]:.1f} ms for a step of 64 such sequences: {many["tokens/s"]:.0f} tokens/s ([how](docs/tutorials/model.md#how-fast)).""")
+  {many["ms"]:.1f} ms for a step of 64 such sequences: {many["tokens/s"]:.0f} tokens/s. Its server, 16 requests of 8192 tokens at a time with 1024 to say, makes {served:.0f} tokens/s a GPU, read and said
+  ([how](docs/tutorials/model.md#how-fast)).""")
 
 
 def at_a_glance() -> str:

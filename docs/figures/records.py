@@ -36,7 +36,7 @@ FORMS, CUDNN_FRONTEND, LATENT, WHOLE, FP8_PRODUCTS = map(
 
 
 ORDERS, CLOCKS, EXPERTS, RAN, GQA = map(load, ("orders", "clocks", "h200_experts", "ran", "h200_gqa"))
-OPINIONS, UNPACKED = map(load, ("opinions", "h200_unpack"))
+OPINIONS, UNPACKED, LOAD = map(load, ("opinions", "h200_unpack", "h200_load"))
 
 
 PROFILES: dict[str, Any] = NOTED["profiles"]
