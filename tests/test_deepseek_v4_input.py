@@ -421,6 +421,7 @@ def test_the_program_says_what_it_does(monkeypatch, capsys):
     monkeypatch.setattr(common, "parameters_of", lambda *_: {})
     monkeypatch.setattr(common, "bytes_a_token", lambda *_: (1, 1))
     monkeypatch.setattr(Small, "cache", Counting.cache)
+    monkeypatch.setattr(serve, "Reader", None)  # it has no layers that programs could be made of
     answers = serve.main(["5 6", "x"], wanted=3, places=2, room=64, page=16, chunk=8)
     assert answers[0].said == [7, 8, 9] and "got 'x', wanted tokens" in str(answers[1])
     out, err = capsys.readouterr()
