@@ -128,7 +128,7 @@ def readme() -> str:
 - **A step of a model**: the attention layers of V4-Flash, all 43 with their products, take {_milli(seconds(stack, "at once"))} for 64 sequences of 16384 tokens on an {card},
   in {stack["times"]["ours"]["launches"]} launches.
 - **The whole model**: {WHOLE["devices"]} H200s take {one["ms"]:.1f} ms for a token of V4-Flash after 8192, experts in MXFP4 and projections in FP8, and
-  {many["ms"]:.1f} ms for a step of 64 such sequences: {many["tokens/s"]:.0f} tokens/s. Its server, 16 requests of 8192 tokens at a time with 1024 to say, makes {served:.0f} tokens/s a GPU, read and said
+  {many["ms"]:.1f} ms for a step of 64 such sequences: {many["tokens/s"]:.0f} tokens/s. A server that has 16 requests at a time, of 8192 tokens with 1024 to say, reads and says {served:.0f} tokens/s a GPU
   ([how](docs/tutorials/model.md#how-fast)).""")
 
 
