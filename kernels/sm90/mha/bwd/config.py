@@ -11,7 +11,7 @@ CONSUMERS = 2  # warpgroups of `mha_dkdv` and `mha_dqdkdv`, of 64 keys each
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """What a kernel of this gradient has, whatever its CTAs walk over; its `smem_bytes` follow from that."""
+    """The part of a kernel that does not depend on what its CTAs walk over; `smem_bytes` does."""
 
     d: int
     dtype: str
