@@ -106,9 +106,9 @@ def test_train_over_devices_that_share_sequences(tmp_path, capsys):
     how = {"steps": 8, "b": 2, "s": 64, "every": 1, "data": 1, "keep": tmp_path, "random": str(config)}
     trained(train.main, **how, until=1)
     shutil.copytree(tmp_path, want := tmp_path.with_name("want"))
-    got = trained(train.main, **how, context=2, expert=2, until=3)
+    got = trained(train.main, **how, context=2, tensor=2, expert=2, until=3)
     assert (
-        "mesh {'data': 1, 'context': 2, 'tensor': 1, 'expert': 2} of cpu devices, from step 1 on"
+        "mesh {'data': 1, 'context': 2, 'tensor': 2, 'expert': 2} of cpu devices, from step 1 on"
         in capsys.readouterr().out
     )
     np.testing.assert_allclose(got, trained(train.main, **how | {"keep": want}, until=3), rtol=1e-4)
@@ -116,20 +116,17 @@ def test_train_over_devices_that_share_sequences(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_train(tmp_path, capsys):
-    """Both losses fall; a program that goes on from a kept state has the same ones, on eight devices, too."""
+    """Both losses fall; a program that goes on from a kept state has the same ones."""
     how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
     losses = np.array(trained(train.main, **how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
     said = r"^step   16  loss [\d.]+, of indexers [\d.]+, gradient [\d.]+, load [\d.]+, recall [\d.]+; \d+ tokens/s$"
     assert re.search(said, capsys.readouterr().out, re.M)
     first = trained(train.main, **how, keep=tmp_path / "a", until=9)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "config.json").write_text(json.dumps(common.small()))
     second = trained(train.main, **how, keep=tmp_path / "a", random=str(tmp_path / "config.json"))
     assert len(first) == 9 and len(second) == 15
     np.testing.assert_array_equal([*first, *second], losses)
-    others = trained(train.main, **how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
-    np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)
 
 
 @pytest.mark.slow
