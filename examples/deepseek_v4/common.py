@@ -149,12 +149,10 @@ def parameters_of(
     return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
 
-def opened(
-    checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False, random: str = "v4"
-) -> tuple[Model | DSpark, dict[str, Any]]:
+def opened(checkpoint: str | None, mesh: Mesh, dtype: Any, random: str = "v4") -> tuple[Model | DSpark, dict[str, Any]]:
     """Both of these."""
-    model = model_of(checkpoint, drafts, random)
-    return model, parameters_of(model, checkpoint, mesh, dtype, packed)
+    model = model_of(checkpoint, random=random)
+    return model, parameters_of(model, checkpoint, mesh, dtype)
 
 
 class Words:

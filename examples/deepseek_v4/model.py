@@ -476,11 +476,11 @@ class Model:
 
         return jax.lax.scan(add, 0 * x.astype(jnp.float32), (jnp.arange(e), w13, w2))[0].astype(x.dtype)
 
-    def swiglu(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """x `[…, 2, inner]`, a gate and what it lets through; weights `[…]`. In float32."""
+    def swiglu(self, x: jax.Array) -> jax.Array:
+        """x `[…, 2, inner]`, a gate and what it lets through. In float32."""
         gate, up = jnp.moveaxis(x.astype(jnp.float32), -2, 0)
         y = jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
-        return (y if weights is None else y * weights[..., None]).astype(x.dtype)
+        return y.astype(x.dtype)
 
     # ---- parameters and caches
 

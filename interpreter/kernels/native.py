@@ -358,10 +358,7 @@ def plan_indexer_within(
     blocks: int,
     from_start: bool,
     *,
-    tile_m: int = 64,
-    tile_n: int = 64,
     processors: int = 132,
-    ctas_of_row: int = 1,
     queries: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> tuple[Plan, Plan]:
@@ -370,8 +367,8 @@ def plan_indexer_within(
     library().dsv4_fmha_plan_indexer_within(
         ctypes.byref(filled("IndexerShape", **shape)),
         *map(ctypes.c_int64, (blocks, from_start)),
-        _tiles(tile_m, tile_n, processors),
-        *map(ctypes.c_int64, (ctas_of_row, 0, queries)),
+        _tiles(64, 64, processors),
+        *map(ctypes.c_int64, (1, 0, queries)),
         addressed("indexer_within", addresses),
         ctypes.byref(scores),
         ctypes.byref(choice),
