@@ -141,6 +141,21 @@ def measure(args):
         print(json.dumps({**of, **ms, "apart": [round(a, 5) for a in apart]}), flush=True)
 
 
+def fresh(batch, vocabulary, seed):
+    """The batch with other tokens: of a language in which four may follow each, so that losses end near ln 4."""
+    import jax
+    import numpy as np
+
+    follow = np.random.default_rng(0).integers(vocabulary, size=(vocabulary, 4), dtype=np.int32)
+    draw, (rows, length) = np.random.default_rng(seed + 1), batch["inputs"].shape
+    tokens = [draw.integers(vocabulary, size=rows)]
+    for which in draw.integers(4, size=(length, rows)):
+        tokens.append(follow[tokens[-1], which])
+    tokens = np.stack(tokens, 1).astype(np.int32)
+    parts = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return batch | {name: jax.device_put(x, batch[name].sharding) for name, x in parts.items()}
+
+
 def train(args):
     """MaxText's training step, compiled both ways. Both train in turns on MaxText's batch of synthetic tokens."""
     import jax
@@ -177,6 +192,7 @@ def train(args):
         lines = []
         for i in range(args.steps):
             batch, line = loader.load_next_batch(), {"of": "train", "step": i}
+            batch = fresh(batch, config.vocab_size, i) if args.fresh else batch
             for way, step in steps.items():  # in turns, because a GPU's clock drifts
                 began = time.monotonic()
                 states[way], metrics = step(states.pop(way), batch)
@@ -200,5 +216,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7, help="in turns")
     parser.add_argument("--calls", type=int, default=5, help="in a row, in each round")
     parser.add_argument("--steps", type=int, default=200, help="of train")
+    parser.add_argument(
+        "--fresh", action="store_true", help="of train: other tokens in each step, of a random language"
+    )
     args, args.given = parser.parse_known_args()
     (train if args.what == "train" else measure)(args)

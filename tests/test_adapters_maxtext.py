@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -348,6 +349,21 @@ def test_trainer(options, tmp_path):
     for way, want in (("ours", ours), ("dots", theirs)):
         np.testing.assert_allclose([[x[f"{way}_loss"], x[f"{way}_grad_norm"]] for x in steps], want, rtol=1e-5)
     assert whole["apart"] < 1e-4 and whole["dots_ms"] > 0 < whole["ours_ms"]
+
+
+def test_fresh_tokens():
+    """Of examples/maxtext_times.py: one language, in which four tokens may follow each, in other words each step."""
+    fresh = runpy.run_path("examples/maxtext_times.py")["fresh"]
+    old = {name: jnp.zeros((2, 400), jnp.int32) for name in ("inputs", "targets", "inputs_segmentation")}
+    batches, followed = [fresh(old, 16, seed) for seed in range(3)], {}
+    for batch in batches:
+        np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+        assert batch["inputs_segmentation"] is old["inputs_segmentation"]
+        for token, after in zip(np.ravel(batch["inputs"]), np.ravel(batch["targets"]), strict=True):
+            followed.setdefault(int(token), set()).add(int(after))
+    assert {len(x) for x in followed.values()} <= {1, 2, 3, 4} and max(map(len, followed.values())) == 4
+    assert (batches[0]["inputs"] != batches[1]["inputs"]).any()
+    np.testing.assert_array_equal(fresh(old, 16, 1)["inputs"], batches[1]["inputs"])
 
 
 ON_DEVICES = {  # MaxText does not start V4 with tensor parallelism: V4 has one KV head
