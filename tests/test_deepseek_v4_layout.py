@@ -47,6 +47,17 @@ def test_a_parameter_travels_in_the_dtype_of_products():
     assert "f32[8,6]" in moved and all(x.startswith("f32") for x in moved)
 
 
+def test_the_gradient_of_a_frequent_token():
+    """It is the sum over all its tokens. In bfloat16 that would be 256: 256 + 1 is rounded to 256."""
+    with common.mesh_of(1, 2, data=1) as mesh:
+        embed = jax.device_put(jnp.zeros((4, 6), jnp.bfloat16), NamedSharding(mesh, P(None, layout.GROUP)))
+        tokens = jax.device_put(jnp.full((2, 512), 3), NamedSharding(mesh, layout.TOKENS))
+        rows, back = jax.jit(lambda embed: jax.vjp(lambda x: layout.looked_up(x, tokens), embed))(embed)
+        (got,) = jax.jit(back)(jnp.ones_like(rows))
+    assert got.dtype == rows.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got.astype(jnp.float32), [[0] * 6] * 3 + [[1024] * 6])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"expert": 2}, {"context": 2}], ids=str)
 def test_experts_stay_and_tokens_are_shared_out(axes):
