@@ -95,7 +95,8 @@ def losses(
 
     def shared_out(x: jax.Array) -> jax.Array:
         """Moves what each token has, `[b, s, …]`, to where the token is."""
-        return jax.lax.with_sharding_constraint(zigzag(x, order) if order else x, layout.TOKENS)
+        whole = jax.lax.with_sharding_constraint(zigzag(x, order) if order else x, P(layout.SEQUENCES))
+        return jax.lax.with_sharding_constraint(whole, layout.TOKENS)  # or XLA would shift tokens between devices
 
     b, s = tokens.shape
     place = positions(documents) if documents is not None else jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
