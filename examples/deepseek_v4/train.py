@@ -420,8 +420,8 @@ def arguments() -> dict:
     parser.add_argument(
         "--fake-quantize",
         action="store_true",
-        help="latents, entries, index queries and keys are rounded to the numbers of caches in 8 and 4 bits, as in V4.1 "
-        "always; gradients pass straight through",
+        help="latents, entries, index queries and keys are rounded to the numbers of caches in 8 and 4 bits, as V4.1's "
+        "always are; gradients pass straight through",
     )
     parser.add_argument("--save", help="a directory for the checkpoint that was made, at the end")
     parser.add_argument(
