@@ -130,6 +130,20 @@ def test_train(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_train_as_caches_round(tmp_path):
+    """The loss is another one, and falls; without the option V4 rounds nothing."""
+    sizes = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "dspark_target_layer_ids": [0]}
+    sizes |= {"head_dim": 80, "qk_rope_head_dim": 16, "index_head_dim": 32, "hc_sinkhorn_iters": 1}
+    (path := tmp_path / "config.json").write_text(json.dumps(common.small() | sizes))
+    model, rounded = (common.model_of(None, random=str(path), fake_quantize=x) for x in (None, True))
+    assert unrounded(rounded) == model and rounded.layers[0].fake_quantize and rounded.layers[0].indexer.fake_quantize
+    how = {"steps": 16, "b": 4, "s": 48, "data": 1, "random": str(path)}
+    plain, losses = (np.array(trained(train.main, **how, fake_quantize=x)) for x in (False, True))
+    assert (losses[0] != plain[0]).all() and losses[-1, 0] < losses[0, 0] - 0.1
+    np.testing.assert_allclose(losses[:, 0], plain[:, 0], rtol=0.05)
+
+
+@pytest.mark.slow
 def test_attention_learns_alone(tmp_path):
     """From a checkpoint, and over devices; what is saved has all else as it was, under the same names."""
     config = {**ONE_LAYER, "num_hash_layers": 0}

@@ -9,6 +9,10 @@ from .records import DOCS, load, table
 RUNS = {"v4": "V4: a window, chosen entries, all entries", "dense": "dense attention in all three layers"}
 BYTES_OF_ADAM = 28
 """of a parameter: it, two moments and the gradient are read, and all but the last written, in float32"""
+STREAMS, SUBLAYERS = 4, 2
+"""of a token in V4, and of a layer"""
+ARRAYS = 5
+"""of streams, each with the row of a sublayer: read and written by connections; read twice and written by their gradient"""
 ONE_PART = {"experts": "moe"}
 OF_PART = {
     "products": "attention's projections",
@@ -90,7 +94,9 @@ def experts_budget() -> str:
 def training_parts() -> str:
     """A step of training by part, each beside the least that its products or its bytes take."""
     row = load("h200_training")
-    least = defaultdict(float, optimizer=1e3 * row["parameters"] * BYTES_OF_ADAM / row["C"])
+    of_streams = 2 * ARRAYS * (STREAMS + 1) * HIDDEN * row["b"] * row["s"] * SUBLAYERS * row["layers"]
+    moved = {"optimizer": row["parameters"] * BYTES_OF_ADAM, "connections": of_streams}
+    least = defaultdict(float, {part: 1e3 * size / row["C"] for part, size in moved.items()})
     for part, tflop in row["TFLOP"].items():
         least[ONE_PART.get(part, part)] += 1e15 * tflop / row["M"]
     parts = defaultdict(float)
@@ -101,5 +107,6 @@ def training_parts() -> str:
         least_ms = f"{least[part]:.0f}" if least.get(part, 0) >= 1 else "–"
         rows.append([OF_PART[part], f"{ms:.0f}", least_ms])
     rows.append(["all", f"{row['ms']:.0f}", f"{sum(least.values()):.0f}"])
-    rate = f"The step makes {row['tokens/s']:.0f} tokens/s, MFU {100 * row['mfu']:.1f} %."
+    rate = f"The step makes {row['tokens/s']:.0f} tokens/s, MFU {100 * row['mfu']:.1f} %. XLA says that it holds "
+    rate += f"{row['GiB of state']:.1f} GiB of parameters and moments, and {row['GiB beside it']:.1f} GiB beside them."
     return table("ms of a step | measured | least", rows) + "\n\n" + rate
