@@ -124,6 +124,12 @@ def test_every_number_has_a_source():
         constants_of("sm_80")
 
 
+@pytest.mark.parametrize("key", ["mla_sparse_fwd_v512_sm_90a_d576_bfloat16", "mla_span_fwd_v512_sm_90a_d576_bfloat16"])
+def test_values_of_long_runs_are_the_first_numbers_of_keys(key):
+    keys, *_ = long.operands(variant_of(key), 64, 128).sources
+    np.testing.assert_array_equal(keys.v, keys.k[..., :512])
+
+
 def test_a_kernel_with_every_exponential_twice_is_slower():
     kernel = Kernel.of(variant_of("mha_fwd_sm_90a_d64_bfloat16"))
     twice = edits.replace(kernel.ptx, r"ex2\.approx[^;]*;", lambda m: f"{m[0]} {m[0]}")

@@ -41,7 +41,8 @@ def all_seen(x: attention.Keys, kind: str, seen: int) -> attention.Keys:
     s_kv, rng = x.k.shape[1], np.random.default_rng(0)
     if kind == "span":
         k = filled(rng, x.k)
-        v = k if x.v is x.k else filled(rng, x.v)
+        has_own_values = x.v is not x.k and x.v.shape == x.k.shape
+        v = filled(rng, x.v) if has_own_values else attention.values_of(k, x.v.shape[-1])
         start, stop = np.zeros_like(x.seen_from), np.full_like(x.seen_to, s_kv)
         return dataclasses.replace(x, k=k, v=v, seen_from=start, seen_to=stop, counts=np.ones_like(x.counts))
     length = np.full_like(x.seen_to, seen)
@@ -55,7 +56,8 @@ def all_seen(x: attention.Keys, kind: str, seen: int) -> attention.Keys:
     counts = np.zeros_like(x.counts)
     np.put_along_axis(counts, places[..., :seen].astype(np.int64), 1, axis=-1)
     k = filled(rng, x.k)
-    return dataclasses.replace(x, k=k, v=k, seen_from=places, seen_to=length, counts=counts)
+    v = attention.values_of(k, x.v.shape[-1])
+    return dataclasses.replace(x, k=k, v=v, seen_from=places, seen_to=length, counts=counts)
 
 
 def filled(rng: np.random.Generator, like: Array) -> Array:
