@@ -330,7 +330,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("name", ["span", "selection"])
     def test_gradient(self, name):
-        """By the reference, from o and lse of the kernel."""
+        """By the kernels that are chosen by themselves, of 8 heads."""
         q, kv, sink = latents(8)
         indices = jax.random.randint(jax.random.key(3), (2, S, 64), 0, S, jnp.int32)
 
