@@ -73,7 +73,7 @@ pictures: build .venv/.tools ## write tables and draw pictures of the pages anew
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dense --suite window --plot docs/h200_dense.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_decode.json --plot docs/h200_decode.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
-	PYTHONPATH=. $(BIN)/python -m examples.deepseek_v4.metrics docs/learns_v4.jsonl docs/learns_dense.jsonl --plot docs/learns.svg
+	PYTHONPATH=. $(BIN)/python -m examples.deepseek_v4.metrics docs/learns_v4.jsonl docs/learns_v4_rounded.jsonl docs/learns_dense.jsonl --plot docs/learns.svg
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 	$(BIN)/python docs/generate.py
 

@@ -6,7 +6,11 @@ from collections import defaultdict
 
 from .records import DOCS, load, table
 
-RUNS = {"v4": "V4: a window, chosen entries, all entries", "dense": "dense attention in all three layers"}
+RUNS = {
+    "v4": "V4: a window, chosen entries, all entries",
+    "v4_rounded": "V4 with `--fake-quantize`",
+    "dense": "dense attention in all three layers",
+}
 BYTES_OF_ADAM = 28
 """of a parameter: it, two moments and the gradient are read, and all but the last written, in float32"""
 STREAMS, SUBLAYERS = 4, 2
@@ -43,7 +47,7 @@ REMAT = {
 
 
 def learns() -> str:
-    """The losses of both models at some steps, and how far apart they are."""
+    """The losses of the runs at some steps, and how far apart V4 and dense attention are."""
     losses = {}
     for name in RUNS:
         lines = (DOCS / f"learns_{name}.jsonl").read_text().splitlines()
@@ -52,7 +56,7 @@ def learns() -> str:
     ends = [count // 4, count // 2, count]
     means = {name: [statistics.fmean(x[end - LAST : end]) for end in ends] for name, x in losses.items()}
     rows = [[RUNS[name], *(f"{x:.3f}" for x in means[name])] for name in RUNS]
-    rows.append(["difference", *(f"{x - y:+.3f}" for x, y in zip(*means.values(), strict=True))])
+    rows.append(["V4 less dense attention", *(f"{x - y:+.3f}" for x, y in zip(means["v4"], means["dense"], strict=True))])
     return table(f"loss, mean of {LAST} steps | " + " | ".join(f"to step {end}" for end in ends), rows)
 
 
