@@ -56,7 +56,8 @@ def learns() -> str:
     ends = [count // 4, count // 2, count]
     means = {name: [statistics.fmean(x[end - LAST : end]) for end in ends] for name, x in losses.items()}
     rows = [[RUNS[name], *(f"{x:.3f}" for x in means[name])] for name in RUNS]
-    rows.append(["V4 less dense attention", *(f"{x - y:+.3f}" for x, y in zip(means["v4"], means["dense"], strict=True))])
+    apart = (f"{x - y:+.3f}" for x, y in zip(means["v4"], means["dense"], strict=True))
+    rows.append(["V4 less dense attention", *apart])
     return table(f"loss, mean of {LAST} steps | " + " | ".join(f"to step {end}" for end in ends), rows)
 
 
