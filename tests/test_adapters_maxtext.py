@@ -387,7 +387,8 @@ def test_no_collective_is_added(on, tmp_path):
     def moved(module):
         folder = tmp_path / module
         flags = f"{devices} --xla_dump_to={folder} --xla_dump_hlo_module_re=.*train_step.*"
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # a program from MaxText's cache would not be dumped
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **uncached}
         subprocess.run([sys.executable, "-m", module, *args], check=True, env=env)
         (program,) = folder.glob("*.cpu_after_optimizations.txt")
         return collectives(types.SimpleNamespace(as_text=program.read_text))
