@@ -414,7 +414,7 @@ def test_among_likeliest():
 
 
 def test_a_call_has_no_branch():
-    """The host waits where a program branches by a number on the device, in each step and before each call after it."""
+    """Outside of a CUDA graph the host would wait for the number on the device by which a program branches."""
     serving = server(places=2, rounds=4)
     says = np.zeros(2, bool)
     for f, call in ((serving.programs.say, serving._step(says)), (serving.programs.read, serving._chunk(says))):

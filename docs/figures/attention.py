@@ -164,7 +164,8 @@ def few_heads_bound() -> str:
         + "\n\n"
         + wrapped(f"""L2 gives {near:.1f} TB/s, and {far:.1f} of 65536 entries, which it does not hold. For 16 heads {asked} µs were asked:
     gathering alone takes more than the second, and either bound as much as the first. A CTA's chain from keys to P to O uses both in
-    turns, and the other CTA hides a part. With one ring of keys for two queries, and a CTA an SM, 16 heads take {both(map(str, _FEW["one ring, us"]))} µs.""")
+    turns, and the other CTA hides a part. A trial had one CTA an SM, whose two queries shared a ring of keys: 16 heads took
+    {both(map(str, _FEW["one ring, us"]))} µs.""")
     )
 
 

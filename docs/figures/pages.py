@@ -188,8 +188,8 @@ def losses() -> str:
     rows.insert(1, ["steps of GQA, 1 to 256 sequences of 8192 tokens in pages", "cuDNN, contiguous", of_gqa])
     few = row_of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = row_of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
-    slow = wrapped(f"""Slow beside the roofline: a prompt of 16 heads over selected keys, {share(few)}, and the
-    gradient of 64 heads over 512 of 65536 keys, {share(far)}.""")
+    slow = wrapped(f"""A prompt of 16 heads over selected keys reaches {share(few)} of the roofline, and the
+    gradient of 64 heads over 512 of 65536 keys {share(far)}.""")
     return table("call | faster | its time / ours", rows).replace("---|---:|---:|", "---|---|---:|", 1) + "\n\n" + slow
 
 

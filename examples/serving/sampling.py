@@ -10,8 +10,8 @@ COLDEST = 1e-5
 def choose(logits: jax.Array, after: jax.Array, temperature: jax.Array, top_p: jax.Array, seed: jax.Array) -> jax.Array:
     """The next tokens int32 `[b, s]` by logits float32 `[b, s, vocabulary]`.
 
-    All rows compute the same, whatever they ask for. A branch by what is asked for would make the host wait in each
-    step of a call, because it has to know which kernels come next.
+    All rows compute the same, whatever they ask for. Where a branch by what is asked for is not part of a CUDA graph,
+    the host waits for the device, because it has to know which kernels come next: after a chunk that was so.
 
     Args:
       after: int32 `[b, s]`: after how many tokens of its sequence each one comes.
