@@ -8,7 +8,7 @@ with `jax.named_scope`; a fusion has the name of its last operation.
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ PARTS = ("attention", "indexer", "compressor", "append", "rope", "norm")
 class LayerRow(Row):
     """A prompt, its gradient, or a step of generation, in one kind of layer."""
 
+    op = "DSV4Attention"
     kernels_named_by = "hlo_op"
 
     b: int
@@ -59,10 +60,6 @@ class LayerRow(Row):
         kind = _kind(self.ratio) + ", packed" * self.packed
         work = f"step after {self.s_kv}, b{self.b}" if self.is_step else f"prompt of {self.s_q}"
         return f"{what} {kind}, {work}" + ", FP8" * (self.cache != "bfloat16")
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def is_step(self) -> bool:
@@ -196,6 +193,7 @@ class StackRow(Row):
     Layers of a kind share parameters. Each has a cache of its own, and takes the sum of what came before it.
     """
 
+    op = "DSV4Attention"
     kernels_named_by = "hlo_op"
 
     b: int
@@ -209,10 +207,6 @@ class StackRow(Row):
         kind = "" if self.ratio is None else f" {_kind(self.ratio)}"
         what = f"{len(self.layers)} layers{kind}, step after {self.s_kv}, b{self.b}"
         return what + ", FP8" * (self.cache != "bfloat16")
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def layers(self) -> list[LayerRow]:
