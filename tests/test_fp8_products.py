@@ -12,15 +12,12 @@ from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, quantize_cac
 from jax_dsv4_fmha._definitions import e4m3, packed
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
-from kernels.abi import Forward
-from kernels.variants import VARIANTS
 from tests import retrieval
 from tests.helpers import assert_right, normal
 
 E4M3_PRODUCTS, BF16_ROPE = e4m3.PRODUCTS
 ROPE = e4m3.ROPE
 LOG2_E = np.log2(np.e)
-E4M3_KERNELS = [v for v in VARIANTS if isinstance(v, Forward) and v.mode.is_e4m3]
 
 
 def operands(b=2, s_q=12, h=3, s_c=40, topk=20, d=64, std=1.0, dtype=jnp.bfloat16):
