@@ -25,15 +25,10 @@ from jax_dsv4_fmha import (
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import LAYOUTS_OF, DecodeCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from tests.helpers import assert_right, assert_right_twice, collectives, normal
+from tests.helpers import assert_close, assert_right, assert_right_twice, collectives, normal
 from tests.test_cache import CACHES, TABLE
 
 STEPS = [case for case in CASES if case.op == DecodeCase.op and not case.by_e4m3]
-
-
-def assert_close(got, want, **tolerance):
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
 @pytest.mark.parametrize("s_q", [1, 3])
