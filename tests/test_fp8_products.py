@@ -536,7 +536,7 @@ def test_a_layer_with_products():
 @pytest.mark.slow
 def test_a_needle_is_found(capsys):
     """By a model that learned to in bfloat16, in a smaller size than docs/lab/fp8-prompts.md has."""
-    _, (found,) = retrieval.main(n=128, steps=150, b=2, queries=32, tests=1)
+    _, (found,) = retrieval.main(n=96, steps=120, b=2, queries=32, tests=1)
     assert capsys.readouterr().out.count("entries: loss") > 9
     assert found["bfloat16"]["right"] > 0.8
     for numbers in found.values():
