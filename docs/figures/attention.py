@@ -159,13 +159,17 @@ def few_heads_bound() -> str:
     header = "heads | µs | gathering alone | shared memory | of the roofline | FlashMLA's 64 heads / ours"
     near, far = (queries * keys * 1024 / us / 1e6 for us in _FEW["gathering alone, us"])
     asked = both(map(str, _FEW["asked for 16 heads, us"]))
+    places = _FEW["clocks of a tile of 64 keys, 32 heads, by pieces of keys a CTA"]
+    asked_of_32 = roof[0]["flops"] / roof[0]["matmul_flops_per_s"] * 2e6 / 0.6
     return (
         table(header, rows)
         + "\n\n"
         + wrapped(f"""L2 gives {near:.1f} TB/s, and {far:.1f} of 65536 entries, which it does not hold. For 16 heads {asked} µs were asked:
     gathering alone takes more than the second, and either bound as much as the first. A CTA's chain from keys to P to O uses both in
     turns, and the other CTA hides a part. A trial had one CTA an SM, whose two queries shared a ring of keys: 16 heads took
-    {both(map(str, _FEW["one ring, us"]))} µs.""")
+    {both(map(str, _FEW["one ring, us"]))} µs. For 32 heads 60 % of the roofline were asked, {asked_of_32:.0f} µs: shared memory takes
+    as much, and gathering alone more of 65536 entries. With room for 8 pieces of keys a CTA in place of 4 a tile would take
+    {percent(1 - places["8"] / places["4"])} less, by the interpreter's clocks, for shared memory would be busy.""")
     )
 
 
