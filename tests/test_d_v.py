@@ -250,14 +250,50 @@ def assert_gradients_as_in_float32(f, deterministic, *x):
     got = run(*x, *cotangents)
     quickly = {"xla_gpu_autotune_level": "0"}
     want = gradients("reference", options=quickly)(*(y.astype(jnp.float32) for y in x), *cotangents)
-    for name, g, w in zip(("dq", "dkv", "dsink"), got, want, strict=True):
-        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
-        bound = 0.02 * np.abs(w) + 0.02 * np.sqrt(np.mean(np.square(w), -1, keepdims=True)) + 1e-6
-        assert np.mean(np.abs(g - w) <= bound) > 0.999, name
-        assert np.sum(np.square(g - w)) < 1e-4 * np.sum(np.square(w)), name
+    assert_gradients_right(got, want, terms_of_dsink(f, *x, cotangents[0]))
     if deterministic:
         again = run(*x, *cotangents)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(as_bits, got), jax.tree.map(as_bits, again))
+
+
+def terms_of_dsink(f, q, *rest):
+    """`[b, s_q, h]` float64: what each query adds to dsink, -do o by the sink's share of its softmax."""
+    *keys, sink, do = rest
+    o, lse = f(
+        *(y.astype(jnp.float32) if y.dtype == jnp.bfloat16 else y for y in (q, *keys, sink)), implementation="reference"
+    )
+    do, o, lse, sink = (np.asarray(y, np.float64) for y in (do, o, lse, sink))
+    return -np.exp(sink - np.logaddexp(lse, sink)) * (do * o).sum(-1)
+
+
+def assert_gradients_right(got, want, terms):
+    """dq and dkv are judged by their own size. dsink is a sum of numbers of both signs, of which little may be left, so
+    it is judged by theirs: the root of the sum of their squares."""
+    sizes = (None, None, np.sqrt(np.square(terms).sum((0, 1))))
+    for name, g, w, size in zip(("dq", "dkv", "dsink"), got, want, sizes, strict=True):
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        each = np.sqrt(np.mean(np.square(w), -1, keepdims=True)) if size is None else size
+        bound = 0.02 * np.abs(w) + 0.02 * each + 1e-6
+        assert np.mean(np.abs(g - w) <= bound) > 0.999, name
+        assert np.sum(np.square(g - w)) < 1e-4 * np.sum(np.square(w if size is None else size)), name
+
+
+@pytest.mark.parametrize("h", [1, 16])
+def test_dsink_is_judged_by_its_terms(h):
+    """With o in bfloat16, as the kernels keep it, it is right; with a slab of o left out, it is not."""
+    q, kv, sink = latents(h)
+    f = lambda q, kv, sink, **how: fmha(q, kv[:, :, None], d_v=512, span=SPANS["causal"], sink=sink, **how)  # noqa: E731
+    do = normal(7, *q.shape[:-1], 512)
+    terms = terms_of_dsink(f, q, kv, sink, do)
+
+    def judge(change):
+        rounded = lambda *x, **how: (lambda o, lse: (change(o), lse))(*f(*x, **how))  # noqa: E731
+        dsink = terms_of_dsink(rounded, q, kv, sink, do).sum((0, 1))
+        assert_gradients_right(([1], [1], dsink), ([1], [1], terms.sum((0, 1))), terms)
+
+    judge(lambda o: o.astype(jnp.bfloat16))
+    with pytest.raises(AssertionError, match="dsink"):
+        judge(lambda o: o.at[..., 448:].set(0))
 
 
 def as_bits(x):
@@ -271,7 +307,7 @@ class TestKernel:
 
     @pytest.mark.parametrize(
         ("name", "h"),
-        [*(("causal", h) for h in HEADS), *((x, h) for x in ("window", "packed", "lengths") for h in (8, 64))],
+        [*(("causal", h) for h in HEADS), *((x, h) for x in ("window", "packed", "lengths") for h in (8, 64, 96))],
     )
     def test_spans(self, name, h):
         q, kv, sink = latents(h)
