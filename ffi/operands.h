@@ -227,8 +227,15 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
                         .s_kv = k[is_pool ? 0 : 1],
                         .s_batch = is_pool ? 0 : k[1],
                         .topk = from.size() == 3 ? from[2] : 0,
-                        .pages = 0};
-    if (IsInPages(shape.sources[i].kind)) shape.sources[i].s_kv = n.width * n.page, shape.sources[i].pages = n.pages;
+                        .pages = 0,
+                        .window = 0,
+                        .scales = 0};
+    if constexpr (requires { call.window; }) {
+      if (!IsInPages(shape.sources[i].kind)) continue;
+      SourceShape& source = shape.sources[i];
+      source.s_kv = n.width * n.page, source.pages = n.pages;
+      source.window = call.window, source.scales = n.n_scales > 1 ? 1 : 0;
+    }
   }
   return shape;
 }

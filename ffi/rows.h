@@ -47,6 +47,8 @@ struct SourceShape {
   int64_t s_batch;
   int64_t topk;   // entries of a selection
   int64_t pages;  // of a pool, where keys are in pages
+  int64_t window;  // of a step over such keys, whose kernel finds what a query sees; 0 where start and stop say it
+  int64_t scales;  // of the codes of such keys: 1 for each sequence, or 0 for all sequences
 };
 
 // What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q. Their first d_v numbers are values.
@@ -238,6 +240,10 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   if (IsInPages(source.kind)) {
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
+    if (source.window < 0 || (source.window > 0 && (shape.s_q != 1 || source.window > 31 * box + 1))) {
+      return "window is " + std::to_string(source.window) + " for s_q " + std::to_string(shape.s_q) +
+             ", wanted 0, or at most " + std::to_string(31 * box + 1) + " for a single query";
+    }
     if (shape.h_kv > max_heads / source.s_batch) {
       return TooLarge("page * h_kv", source.s_batch * shape.h_kv, max_heads);
     }
@@ -266,7 +272,8 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     x->k_pages = at.k_pages, x->v_pages = at.v_pages;
     x->page = I32(source.s_batch), x->box = I32(box);
     x->width = I32(source.s_kv / std::max<int64_t>(source.s_batch, 1));
-    x->scales = at.scales;
+    x->pages = I32(source.pages), x->window = I32(source.window);
+    x->scales = at.scales, x->s_scales = I32(2 * shape.h_kv * source.scales);
   }
   return "";
 }

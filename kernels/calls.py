@@ -136,7 +136,7 @@ SOURCES = {
         array(f"v: {CODES}[pages page h_kv d]", "v", source=0, aligned=True),
         *SPAN_OF_HEADS[1:],
         *TABLES_OF_PAGES,
-        array("scales: f32[b h_kv 2]", "scales", source=0),  # of K and of V
+        array("scales: f32[n_scales h_kv 2]", "scales", source=0),  # of K and of V; n_scales is b, or 1 for all
     ),
     "mla_span_fwd": SPAN_OF_HEADS,
     "mla_sparse_fwd": selection(0, "kv", "b s_kv d"),
@@ -252,7 +252,9 @@ KEPT_BY_INSERTION = (
 place other calls may have theirs."""
 
 TARGETS = (
-    *map(attention, ("mha_fwd", "mha_fwd_paged", "mha_fwd_paged_e4m3", "mla_span_fwd")),
+    attention("mha_fwd"),
+    *(attention(op, window="int64") for op in ("mha_fwd_paged", "mha_fwd_paged_e4m3")),
+    attention("mla_span_fwd"),
     attention("mla_span_fwd", FEW_HEADS, span(0, "kv", "b s_kv d")),
     *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),

@@ -75,9 +75,12 @@ def params_of_span(i: int) -> Params:
 
 
 def params_of_pages(i: int, kind: str) -> Params:
-    """The tables that name a source's pages, and their sizes; of codes the scales."""
-    tables = each("address", "k_pages", "v_pages", source=i) + each("int32", "width", "page", "box", source=i)
-    return tables + each("address", *["scales"] * (kind == "pages_e4m3"), source=i)
+    """The tables that name a source's pages, their sizes, and the window of a step; of codes the scales."""
+    tables = each("address", "k_pages", "v_pages", source=i)
+    tables += each("int32", "width", "page", "box", "pages", "window", source=i)
+    if kind == "pages_e4m3":
+        tables += each("address", "scales", source=i) + each("int32", "s_scales", source=i)
+    return tables
 
 
 def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False) -> Params:

@@ -381,3 +381,25 @@ def test_cases_hold_what_steps_have():
 @pytest.mark.parametrize("case", [c for c in STEPS if c.has_kernel], ids=lambda case: case.id)
 def test_kernel(case):
     assert_right_twice(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["numbers", "codes"])
+@pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249)])
+def test_the_kernel_finds_what_a_window_sees(d, page, window, dtype):
+    """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
+    b, pages, room = 16, 100, 8 * page
+    rng = np.random.default_rng(0)
+    entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), dtype) for _ in range(2)]
+    tables = np.stack([rng.permutation(pages)[: b * 6].reshape(b, 6) for _ in range(2)]).repeat(2, -1)[..., :8]
+    tables[rng.random(tables.shape) < 0.1] = rng.choice([-1, pages, 2**31 - 1])
+    caches = [Cache(x, jnp.asarray(table, jnp.int32)) for x, table in zip(entries, tables, strict=True)]
+    lengths = jnp.asarray([*rng.integers(1, room + 1, b - 4), 0, -5, room + 9, 2**31 - 1], jnp.int32)
+    q = jnp.asarray(rng.standard_normal((b, 1, 8, d)), jnp.bfloat16)
+    for q_offset in (None, jnp.maximum(lengths, 2) - 2 + jnp.arange(b, dtype=jnp.int32) % 3):
+        how = {"window": window, "q_offset": q_offset}
+        got, want = (gqa_decode(q, *caches, lengths, implementation=x, **how) for x in ("cubin", "reference"))
+        assert (want[1] == -jnp.inf).any() and jnp.isfinite(want[1]).any()
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(*(x[0].astype(jnp.float32) for x in (got, want)), rtol=0.02, atol=0.02)

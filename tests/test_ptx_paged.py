@@ -12,7 +12,7 @@ import pytest
 from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import attention
-from interpreter.kernels.launch import launch
+from interpreter.kernels.launch import combine, launch
 from interpreter.kernels.verdict import Wrong, judge
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
 from tests.planted import KIB, SEEDS, Subject, constants, run_with, without
@@ -39,6 +39,7 @@ CODES = Subject(
     ),
     {"q": 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
 )
+MERGE = Subject("combine_sm_90a_bfloat16", {}, "", {})
 SHIFTED = Subject(  # at d 256 codes become bfloat16
     "mha_fwd_paged_e4m3_sm_90a_d256_bfloat16", {**PAGED.case, "s_kv": 180, "width": 120}, "", {}
 )
@@ -62,6 +63,30 @@ def test_pages_of_any_size(d, page, codes):
         judge(run.run(), x, run.scale)
 
 
+@pytest.mark.parametrize("codes", ["", "_e4m3"])
+@pytest.mark.parametrize(
+    ("d", "page", "window"),
+    [
+        (64, 24, 130),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((64, 8, 249), (128, 64, 128), (128, 16, 1), (256, 192, 300))
+        ),
+    ],
+)
+def test_a_window_of_a_step(d, page, window, codes):
+    """The kernel finds it: up to 32 boxes, tokens without room, a query without a token, and pages that are missing."""
+    kernel = Subject(f"mha_fwd_paged{codes}_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
+    for splits, seed in ((1, 0), (1, 1), (2, 2)):
+        sizes = {"b": 5, "s_q": 1, "s_kv": page * -(-500 // page), "h_q": 6, "h_kv": 2, "page": page, "window": window}
+        x = attention.operands(kernel.variant, seed=seed, **sizes, scales=seed % 2)
+        run = launch(kernel, x, seed=seed, processors=2, splits=splits)
+        results = run.run()
+        if splits > 1:
+            results = combine(MERGE.kernel, run, seed=seed).run()
+        judge(results, x, run.scale)
+
+
 def test_small_probabilities_count():
     """What 259 keys of 2^-26 add to a value of 0, beside a key of 1: float16 has no such number."""
     x = attention.operands(CODES.kernel.variant, b=1, s_q=1, s_kv=260, h_q=4, h_kv=2, page=8, width=1 << 30)
@@ -79,12 +104,12 @@ def test_small_probabilities_count():
 
 
 def values_of_keys_pages(text: str) -> str:
-    """V's pages by the table of K's; before that, the producer loads start and stop twice in this way."""
+    """V's pages by the table of K's, of a window too; before that, the producer loads start and stop twice so."""
 
     def same_table(m: re.Match[str]) -> str:
         return f"ld.global.b32 {m[1]}, [{m[2]}];{m[3]}ld.global.b32 {m[4]}, [{m[2]}];"
 
-    return edits.replace(text, TABLE, same_table, slice(2, 3))
+    return edits.replace(text, TABLE, same_table, slice(2, 4))
 
 
 def first_rows(text: str) -> str:

@@ -133,6 +133,20 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         j = np.arange(s_kv)
         return start, stop, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
 
+    def step(s_kv: int) -> tuple[Array, Array, Array]:
+        """The number of tokens up to the query's own, and in all: some without room, a query without its token,
+        and keys from a page on that is missing.
+        """
+        end = rng.integers(1, s_kv + 1, (b, s_q), dtype=np.int32)
+        end[0] = s_kv + 7
+        length = end + rng.integers(0, 3, end.shape, dtype=np.int32)
+        length[2::3] = end[2::3] - 1
+        stop = np.where(end <= length, np.minimum(end, s_kv), 0)
+        start = np.minimum(np.maximum(end - shape.window, 0), stop)
+        stop[1::3] = np.maximum(stop[1::3] // shape.page * shape.page, start[1::3])
+        j = np.arange(s_kv)
+        return end, length, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
+
     def selection(s_kv: int) -> tuple[Array, Array, Array]:
         absent = np.array([-1, s_kv, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
         indices = rng.integers(0, s_kv, (b, s_q, shape.topk))
@@ -149,7 +163,10 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         in_order = kind in ("span", *PAGES)
-        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
+        if shape.window:
+            seen = step(s_kv)
+        else:
+            seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
         if kind in PACKED:
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
@@ -165,7 +182,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         keys = Keys(k, v, *seen)
-        sources.append(in_pages(rng, kind, keys, shape.page) if kind in PAGES else keys)
+        sources.append(in_pages(rng, kind, keys, shape.page, shape.scales) if kind in PAGES else keys)
     if variant.mode.is_e4m3:
         sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
@@ -286,14 +303,15 @@ def packed(
     return Keys(k, values_of(k, 512), np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
-def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int) -> Keys:
+def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int, own_scales: int = 1) -> Keys:
     """The same keys and values in pages of pools, in any order and among others; NaN where there is none. Pages of
-    which no query sees a key are not there. As codes, they are rounded.
+    which no query sees a key are not there. As codes, they are rounded, and sequences may share their scales.
     """
     b, s_kv, h_kv, d = keys.k.shape
     scales = None
     if kind == "pages_e4m3":
         scales = (0.125 * rng.uniform(0.01, 1, (b, h_kv, 2))).astype(np.float32)
+        scales = scales if own_scales else np.repeat(scales[:1], b, 0)
         coded = [e4m3((x / s).astype(np.float32)) for x, s in zip((keys.k, keys.v), _of_keys(scales), strict=True)]
         meant = [x.astype(np.float64) * s for x, s in zip(coded, _of_keys(scales), strict=True)]
         keys = replace(keys, k=coded[0], v=coded[1])

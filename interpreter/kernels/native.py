@@ -94,6 +94,8 @@ class Shape(NamedTuple):
     page: int = 64  # entries of packed keys, or keys of a page
     d_v: int = 0  # 0 for d
     pages: int = 1  # of a pool of keys
+    window: int = 0  # of a step over such keys
+    scales: int = 1  # 0 where those of codes are of all sequences
 
 
 # ---- C++ structs
@@ -600,6 +602,7 @@ def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
         s_batch = shape.page if kind in (*PACKED, *PAGES) else s_kv
         extents = {"s_kv": s_kv, "s_batch": s_batch, "topk": shape.topk, "pages": shape.pages}
+        extents |= {"window": shape.window, "scales": shape.scales}
         given.sources[i] = filled("SourceShape", kind=KINDS[kind], **extents)
     return ctypes.byref(given)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float16, Float32, Int32, Uint32
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
@@ -171,7 +171,8 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         self, w: Consumer, scores: Scores, span: PagedOperands, boxed: BoxedRows, wave: Int32, fill: Int32
     ) -> RowSpans:
         tile = span.tile
-        place = span.operands.scales[0] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
+        scales, s_scales = span.operands.scales
+        place = scales + (Int64(tile.batch) * s_scales + tile.kv_head * 2)
         of_keys, of_values = load(place), load(place + 1)
         w.softmax.scale_log2.fill(1.0)
         if cutlass.const_expr(self.config.q_in_registers):
