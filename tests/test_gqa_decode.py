@@ -385,13 +385,12 @@ def test_kernel(case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["numbers", "codes"])
 @pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249)])
-def test_the_kernel_finds_what_a_window_sees(d, page, window, dtype):
+def test_the_kernel_finds_what_a_window_sees(d, page, window):
     """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
     b, pages, room = 16, 100, 8 * page
     rng = np.random.default_rng(0)
-    entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), dtype) for _ in range(2)]
+    entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), jnp.bfloat16) for _ in range(2)]
     tables = np.stack([rng.permutation(pages)[: b * 6].reshape(b, 6) for _ in range(2)]).repeat(2, -1)[..., :8]
     tables[rng.random(tables.shape) < 0.1] = rng.choice([-1, pages, 2**31 - 1])
     caches = [Cache(x, jnp.asarray(table, jnp.int32)) for x, table in zip(entries, tables, strict=True)]

@@ -18,13 +18,14 @@ from cutlass.cute.nvgpu import cpasync
 from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.launch import Shapes, i32, pointers
-from kernels.lib.rows import ROWS, WARP, BoxedRows, Extents, RowTile, count, divide, extents, load
+from kernels.lib.rows import ROWS, WARP, BoxedRows, Extents, RowTile, extents, load
 from kernels.lib.softmax import RowResults
 from kernels.lib.spans import RowSpans, Span, open_span, read_span, span_of
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import tma_atom, tma_tiles, zero_rows
 
 from .config import BOX, CLEARERS, LARGEST_BOX, Config
-from .kernel import Consumer, MhaFwdSm90, key_tiles
+from .kernel import L2_KEYS, Consumer, MhaFwdSm90, key_tiles
 from .smem import Barriers, Shared
 
 BOX_BITS = BOX.bit_length() - 1
@@ -51,7 +52,7 @@ class PagedOperands(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """The places of 32 boxes of keys, of which each lane knows one."""
+    """Where 32 boxes of keys are, of which each lane knows one."""
 
     k_page: Int32  # -1: nowhere, and its keys are zeros
     v_page: Int32
@@ -87,28 +88,6 @@ class PagedSpan(Span):
                 exists, query, _ = self.tile.place(rows, r)
                 start[r], stop[r] = span_of(self.tile, self.operands, query, exists)
         return RowSpans(self, start, stop)
-
-
-@dataclass(frozen=True)
-class StepScheduler:
-    """Tiles as `TileScheduler` has them, those that share keys side by side. A step's CTAs have two each or so, and
-    must know the first soon: for one tile of rows of a pair of batch entry and KV head, that is one division.
-    """
-
-    n: Extents
-    waves: Int32
-
-    @staticmethod
-    def of(n: Extents) -> "StepScheduler":
-        return StepScheduler(n, count(n.work - cute.arch.block_idx()[0], cute.arch.grid_dim()[0]))
-
-    def tile(self, wave: Int32) -> RowTile:
-        n, i = self.n, wave * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
-        i, split = divide(i, n.splits)
-        pair, tile = divide(i, n.tiles_of_pair)
-        outer, inner = divide(tile, n.tiles_inner)
-        batch, head = divide(pair, n.h_kv)
-        return RowTile(n, split, batch, head, inner * n.box_inner, outer * n.box_outer)
 
 
 def quotient(a: Int32, b: Int32 | int) -> Int32:
@@ -179,8 +158,10 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         """Example pointers to K's and V's."""
         return pointers(variant.dtype, "keys", "keys")
 
-    def scheduler(self, operands: PagedOperands, n: Extents) -> StepScheduler:
-        return StepScheduler.of(n)
+    def scheduler(self, operands: PagedOperands, n: Extents) -> TileScheduler:
+        """In sections where tiles of rows share keys."""
+        shared = operands.s_kv * Int32(n.tiles_of_pair > 1)
+        return TileScheduler.of(n, shared, L2_KEYS // (2 * self.config.row_bytes))
 
     @cute.jit
     def open(self, operands: PagedOperands, tile: RowTile, bounds: tuple) -> PagedSpan:
@@ -204,13 +185,11 @@ class MhaFwdPagedSm90(MhaFwdSm90):
 
     @cute.jit
     def find(self, x: PagedOperands, tile: RowTile, first: Int32, end: Int32) -> tuple[Int32, ...]:
-        """The place of this lane's box of 32 from key `first` on, and the box's own first key. Boxes from `end` on
+        """Where the box is that is this lane's of 32 from key `first` on, and its own first key. Boxes from `end` on
         are nowhere.
         """
         key, table = first + cute.arch.lane_idx() * x.box, Int64(tile.batch) * x.width
-        which = key >> cute.arch.popc(x.page - 1)
-        if x.page & (x.page - 1) != 0:
-            which = quotient(key, x.page)
+        which = quotient(key, x.page)
         k_page, v_page, row = Int32(-1), Int32(-1), (key - which * x.page) >> BOX_BITS
         if key < end:
             k_page, v_page = load(x.k_pages + (table + which)), load(x.v_pages + (table + which))
