@@ -100,9 +100,9 @@ def attention(
     whole, splits = parts(op, mode, q, operands, order=order, packing=packing, most=most)
     shape = q.shape
     if whole and shape[1] != 1:  # all queries have keys of the same pools, so each may be a sequence
-        window, *window_list, pool, indices, length, sink = operands
-        q, *lists = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, *window_list, indices, length))
-        operands = (window, *lists[:2], pool, *lists[2:], sink)
+        near, *near_list, pool, indices, length, sink = operands
+        q, *lists = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, *near_list, indices, length))
+        operands = (near, *lists[:2], pool, *lists[2:], sink)
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     of_parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
     d_v = mode.d_v or q.shape[-1]

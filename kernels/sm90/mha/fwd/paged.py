@@ -52,7 +52,7 @@ class PagedOperands(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Where 32 boxes of keys are, of which each lane knows one."""
+    """The places of 32 boxes of keys, of which each lane knows one."""
 
     k_page: Int32  # -1: nowhere, and its keys are zeros
     v_page: Int32
@@ -185,8 +185,8 @@ class MhaFwdPagedSm90(MhaFwdSm90):
 
     @cute.jit
     def find(self, x: PagedOperands, tile: RowTile, first: Int32, end: Int32) -> tuple[Int32, ...]:
-        """Where the box is that is this lane's of 32 from key `first` on, and its own first key. Boxes from `end` on
-        are nowhere.
+        """The place of this lane's box of 32 from key `first` on, and the box's own first key. Boxes from `end` on are
+        nowhere.
         """
         key, table = first + cute.arch.lane_idx() * x.box, Int64(tile.batch) * x.width
         which = quotient(key, x.page)
@@ -212,7 +212,7 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         for t in cutlass.range(key_tiles(span), unroll=1):
             first = (before + t * boxes) % WARP
             if (first == 0) & (x.window == 0):
-                k_page, v_page, row, key = self.find(x, tile, span.first_key(t), span.hi)
+                k_page, v_page, row, _key = self.find(x, tile, span.first_key(t), span.hi)
             of_k, of_v = self.landings(bar, smem, fills0 + t)
             self.load_tile(keys, *of_k, tile, k_page, row, first, boxes, x.box >> BOX_BITS)
             self.load_tile(values, *of_v, tile, v_page, row, first, boxes, x.box >> BOX_BITS)
