@@ -17,7 +17,7 @@ TESTED := .venv/.built$(if $(HERE)$(wildcard .venv/.built),,-tested)
 LATER := slow or faults or rest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed check quick test test-all test-gpu test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
+.PHONY: help demo installed check quick test test-all test-gpu test-hf test-maxtext test-witnesses test-orders wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
@@ -54,6 +54,9 @@ test-gpu: build .venv/.tools ## run the tests of a GPU, several at a time; ARGS=
 test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-hf/bin/python -m pytest -n 2 -W ignore tests/test_hf.py tests/test_hf_latent.py tests/test_hf_gpt_oss.py tests/test_hf_gemma4.py tests/test_hf_model.py tests/test_http.py
 
+test-maxtext: .venv-maxtext/.tools ## attend and train in MaxText, on the CPU, in an environment of its own; PYTHON=python3.12, which MaxText wants
+	PYTHONPATH=. .venv-maxtext/bin/python -m pytest --noconftest -W ignore tests/test_adapters_maxtext.py
+
 test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for ten
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses.opinions ours
@@ -70,7 +73,7 @@ pictures: build .venv/.tools ## write tables and draw pictures of the pages anew
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dense --suite window --plot docs/h200_dense.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_decode.json --plot docs/h200_decode.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
-	PYTHONPATH=. $(BIN)/python -m examples.deepseek_v4.metrics docs/learns_v4.jsonl docs/learns_dense.jsonl --plot docs/learns.svg
+	PYTHONPATH=. $(BIN)/python -m examples.deepseek_v4.metrics docs/learns_v4.jsonl docs/learns_v4_rounded.jsonl docs/learns_dense.jsonl --plot docs/learns.svg
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 	$(BIN)/python docs/generate.py
 
@@ -98,7 +101,7 @@ wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=
 build: .venv/.built ## compile every kernel and the library into the editable install in .venv; Python alone needs none
 
 clean: ## remove the environment and everything built; compiled kernels stay in ~/.cache/jax_dsv4_fmha
-	rm -rf .venv .venv-hf .venv-witnesses .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
+	rm -rf .venv .venv-hf .venv-maxtext .venv-witnesses .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
 
 $(BIN)/python:
 	@echo "make: a virtual environment, .venv"
@@ -129,14 +132,14 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	    pytest pytest-xdist hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.24" starlette uvicorn jinja2 "openai>=3"
 	@touch $@
 
-# Lists of pyproject.toml: the witnesses themselves, without what they ask for, and what they import.
-.venv-witnesses/.tools: pyproject.toml
-	@echo "make: packages from PyPI, into .venv-witnesses"
-	@test -x .venv-witnesses/bin/python || $(PYTHON) -m venv .venv-witnesses
-	@for list in "witnesses --no-deps" witnesses-import; do set -- $$list; \
-	    .venv-witnesses/bin/python -c "import tomllib; \
-	        print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['$$1'], sep='\n')" > .venv-witnesses/$$1.txt && \
-	    .venv-witnesses/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $$2 -r .venv-witnesses/$$1.txt || exit 1; done
+# Lists of pyproject.toml: the packages themselves, without what they ask for, and what they import.
+.venv-witnesses/.tools .venv-maxtext/.tools: pyproject.toml
+	@echo "make: packages from PyPI, into $(@D)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@for list in "$(@D:.venv-%=%) --no-deps" $(@D:.venv-%=%)-import; do set -- $$list; \
+	    $(@D)/bin/python -c "import tomllib; \
+	        print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['$$1'], sep='\n')" > $(@D)/$$1.txt && \
+	    $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $$2 -r $(@D)/$$1.txt || exit 1; done
 	@touch $@
 
 .venv-docs/.tools: pyproject.toml

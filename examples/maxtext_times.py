@@ -2,10 +2,13 @@
 
     python examples/maxtext_times.py attention
     python examples/maxtext_times.py layer --tokens 4096 model_name=deepseek4-284b float32_logits=true
+    python examples/maxtext_times.py train --tokens 2048 --steps 200 model_name=gpt-oss-20b per_device_batch_size=2
 
 `attention` times that of each kind of layer alone: its window, CSA over random choices, and HCA. `layer` times
-MaxText's attention layers with their projections, compressors and indexers. Further arguments are MaxText's. Results
-are lines of JSON; `apart` has the norm of the difference over that of dot products', of the output and each gradient.
+MaxText's attention layers with their projections, compressors and indexers. Results are lines of JSON; `apart` has the
+norm of the difference over that of dot products', of the output and each gradient. `train` takes MaxText's training
+steps from the same parameters on the same batches, in turns, and prints losses and times of each. Further arguments
+are MaxText's.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 WAYS = ("dots", "ours")
+METRICS = {"loss": "loss", "grad_norm": "raw_grad_norm"}  # of a training step: here, and at MaxText
 
 
 def arguments(args):
@@ -137,14 +141,83 @@ def measure(args):
         print(json.dumps({**of, **ms, "apart": [round(a, 5) for a in apart]}), flush=True)
 
 
+def fresh(batch, vocabulary, seed):
+    """The batch with other tokens: of a language in which four may follow each, so that losses end near ln 4."""
+    import jax
+    import numpy as np
+
+    follow = np.random.default_rng(0).integers(vocabulary, size=(vocabulary, 4), dtype=np.int32)
+    draw, (rows, length) = np.random.default_rng(seed + 1), batch["inputs"].shape
+    tokens = [draw.integers(vocabulary, size=rows)]
+    for which in draw.integers(4, size=(length, rows)):
+        tokens.append(follow[tokens[-1], which])
+    tokens = np.stack(tokens, 1).astype(np.int32)
+    parts = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return batch | {name: jax.device_put(x, batch[name].sharding) for name, x in parts.items()}
+
+
+def train(args):
+    """MaxText's training step, compiled both ways. Both train in turns on MaxText's batch of synthetic tokens."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.trainers.pre_train import train as trainer
+    from maxtext.utils import maxtext_utils, sharding, train_utils
+
+    from jax_dsv4_fmha.adapters import maxtext as adapter
+
+    more = [f"max_target_length={args.tokens}", f"steps={args.steps}", "dataset_type=synthetic"]
+    config, recorder = trainer.initialize(["", *arguments(args), *more])
+    _, _, shardings, _, mesh, *_, loader, _, _, state = train_utils.setup_train_loop(config, recorder)
+    graph, state = nnx.split(state)
+    of_params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
+    of_batch = sharding.get_input_data_sharding(config, mesh)
+
+    def lowered(state):
+        step = train_utils.jit_train_step(
+            config, graph, state, shardings, of_batch, trainer.train_step, of_params, mesh=mesh
+        )
+        return step.lower(state, maxtext_utils.get_shaped_batch(config))
+
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        traced = [lowered(state)]
+        adapter.register(args.implementation)
+        jax.clear_caches()  # else nothing is traced anew
+        traced.append(lowered(state))
+        with ThreadPoolExecutor() as pool:
+            steps = dict(zip(WAYS, pool.map(lambda x: x.compile(), traced), strict=True))
+        states = {"ours": jax.tree.map(jnp.copy, state), "dots": state}
+        del state  # a step takes over the memory of the state before
+        lines = []
+        for i in range(args.steps):
+            batch, line = loader.load_next_batch(), {"of": "train", "step": i}
+            batch = fresh(batch, config.vocab_size, i) if args.fresh else batch
+            for way, step in steps.items():  # in turns, because a GPU's clock drifts
+                began = time.monotonic()
+                states[way], metrics = step(states.pop(way), batch)
+                metrics = jax.block_until_ready(metrics)["scalar"]
+                line[f"{way}_ms"] = round(1e3 * (time.monotonic() - began), 3)
+                line |= {f"{way}_{x}": float(metrics[f"learning/{of}"]) for x, of in METRICS.items()}
+            print(json.dumps(line), flush=True)
+            lines.append(line)
+    ms = {f"{way}_ms": round(statistics.median(x[f"{way}_ms"] for x in lines[1:] or lines), 3) for way in WAYS}
+    apart = max(abs(x["ours_loss"] - x["dots_loss"]) for x in lines)
+    print(json.dumps({"of": "train", "steps": args.steps, "tokens": args.tokens, **ms, "apart": apart}), flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["attention", "layer"])
+    parser.add_argument("what", choices=["attention", "layer", "train"])
     parser.add_argument("--hardware", default="gpu", help="MaxText's: gpu or cpu")
     parser.add_argument("--implementation", help='"cubin" insists on kernels')
     parser.add_argument("--tokens", type=int, default=8192, help="of one row")
     parser.add_argument("--ratios", default="0,4,128", help="kinds of layers; 0 is a window alone")
     parser.add_argument("--rounds", type=int, default=7, help="in turns")
     parser.add_argument("--calls", type=int, default=5, help="in a row, in each round")
+    parser.add_argument("--steps", type=int, default=200, help="of train")
+    parser.add_argument(
+        "--fresh", action="store_true", help="of train: other tokens in each step, of a random language"
+    )
     args, args.given = parser.parse_known_args()
-    measure(args)
+    (train if args.what == "train" else measure)(args)

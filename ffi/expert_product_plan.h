@@ -9,7 +9,8 @@
 
 namespace dsv4_fmha {
 
-enum ExpertProductForm : int64_t { kOfRows, kGated, kTurned, kGatedBack, kOuter };  // kernels/abi.py: what each is
+// kernels/abi/experts.py says what each is.
+enum ExpertProductForm : int64_t { kOfRows, kGated, kTurned, kGatedBack, kOuter };
 
 // a [rows, m]; b [groups, n, m], [groups, m, n] or [rows, n]; of a TensorMapDataType.
 struct ExpertProductShape {

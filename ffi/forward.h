@@ -24,9 +24,6 @@ struct Forward {
     *shape = AttentionShapeOf(call, n, std::max<int64_t>(n.splits, 1));
     shape->rows.d_v = call.o.dimensions[3];
     if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
-    if (n.n_scales >= 0 && n.n_scales != 1 && n.n_scales != n.b) {
-      return Refuse(call.sources[0].scales, "scales of " + std::to_string(n.n_scales) + " sequences", "of one, or of b");
-    }
     Expectations expect;
     const int64_t split = std::min(std::max<int64_t>(n.b_split, 1), n.b);
     expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, shape->rows.d_v});

@@ -1,5 +1,5 @@
 // What a kernel receives: arguments by name, and the order in which it takes them.  abi.h, generated from
-// kernels/abi.py, has the arguments of each family of kernels and their orders.
+// kernels/abi, has the arguments of each family of kernels and their orders.
 #pragma once
 
 #include <cstdint>

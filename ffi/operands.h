@@ -228,14 +228,9 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
                         .s_batch = is_pool ? 0 : k[1],
                         .topk = from.size() == 3 ? from[2] : 0,
                         .pages = 0,
-                        .window = 0,
-                        .scales = 0};
-    if constexpr (requires { call.window; }) {
-      if (!IsInPages(shape.sources[i].kind)) continue;
-      SourceShape& source = shape.sources[i];
-      source.s_kv = n.width * n.page, source.pages = n.pages;
-      source.window = call.window, source.scales = n.n_scales > 1 ? 1 : 0;
-    }
+                        .window = 0};
+    if (IsInPages(shape.sources[i].kind)) shape.sources[i].s_kv = n.width * n.page, shape.sources[i].pages = n.pages;
+    if constexpr (requires { call.window; }) shape.sources[i].window = call.window;
   }
   return shape;
 }

@@ -194,7 +194,7 @@ ATTENTION = [AttentionRun(v, n) for v in ANSWERED for n in ((1, 3) if v.splits e
 GRADIENTS = [
     GradientRun(v)
     for v in HOPPER
-    if (isinstance(v, MlaBackward) and not v.bounds and v.d_v == v.d)  # nobody has recorded those of 576 numbers
+    if (isinstance(v, MlaBackward) and not v.bounds)
     or (isinstance(v, MhaBackward) and v.op in ("mha_dq", "mha_dqdkdv"))
 ]
 ALL: tuple[AttentionRun | GradientRun, ...] = (*ATTENTION, *GRADIENTS)

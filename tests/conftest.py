@@ -121,10 +121,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"kernels: {count} built" if count else "kernels: none built, so tests of built kernels have no cases"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def few_objects() -> Iterator[None]:
-    """Collections of garbage leave out all older objects. `jax.checking_leaks` collects after each trace, which takes
-    minutes in a process that has run many tests.
+    """Collections of garbage leave out all older objects. In a process that has run many tests one takes seconds, and
+    `jax.checking_leaks` collects after each trace.
     """
     gc.collect()
     gc.freeze()

@@ -67,7 +67,7 @@ RETIRED = (
     Retired("few_heads_bwd*", "mla_few_heads_bwd"),
     Retired("DenseBackward*", "MhaBackward"),
     Retired("dense_backward*", "mha_backward"),
-    Retired("RowSpans*", "TileSpans", (FFI, "kernels/abi.py")),
+    Retired("RowSpans*", "TileSpans", (FFI, "kernels/abi")),
     Retired("IndexScores*", "IndexerScores"),
     Retired("IndexAt*", "IndexerScoresAt"),
     # inside
@@ -96,7 +96,7 @@ RETIRED = (
     Retired("forge", "compile_server", (KERNELS,)),
     Retired("Kept", "Once", (FFI,)),
     Retired("Give", "SetResults", (FFI,)),
-    Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py")),
+    Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi")),
     # public
     Retired("swa_lens", "a Span as window", (PACKAGE,)),
     Retired("window_lengths", "window=… & Span.lengths(…)", PYTHON),

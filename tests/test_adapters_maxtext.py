@@ -1,8 +1,7 @@
 """The adapter for MaxText, beside MaxText where it is installed, and beside a stand-in as MaxText 0.2.5 was read.
 
-MaxText wants Python 3.12 and some 200 packages. In an environment of its own, `pip install --no-deps` of maxtext 0.2.5,
-of what its extra `cuda12` pins (without NVIDIA's), and of xprof 2.23.1 is enough for a CPU. Run this file there with
-`--noconftest`: JAX 0.11.1 does not know all of XLA's flags that `tests/conftest.py` sets.
+`make test-maxtext PYTHON=python3.12` runs this beside MaxText, in an environment of its own, with what MaxText imports
+on a CPU. It leaves out `tests/conftest.py`, because JAX 0.11 does not know all of XLA's flags that this sets.
 """
 
 import enum
@@ -10,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -323,21 +323,47 @@ def test_layer(maxtext, ratio, stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [GPT_OSS, V4 | STAGES["sparse"]], ids=["gpt-oss", "v4"])
 def test_trainer(options, tmp_path):
-    """Losses of MaxText's trainer with its dot products and with this package, on its packed synthetic data."""
+    """Losses of MaxText's trainer with its dot products and with this package, on its packed synthetic data.
+
+    `examples/maxtext_times.py` takes the same steps as the trainer, both ways.
+    """
     peer("maxtext.layers.attention_op")
     args = [*base(), *(f"{name}={str(x).lower()}" for name, x in options.items())]
     args += ["dataset_type=synthetic", "steps=5", "learning_rate=3e-3", "max_segments_per_seq=4"]
 
+    def run(*command):
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.run([sys.executable, *command], check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
+
     def losses(module):
         file = tmp_path / f"{module}.jsonl"
-        env = os.environ | {"JAX_PLATFORMS": "cpu"}
-        subprocess.run([sys.executable, "-m", module, *args, f"metrics_file={file}"], check=True, env=env)
+        run("-m", module, *args, f"metrics_file={file}")
         lines = map(json.loads, file.read_text().splitlines())
         return [[x["learning/loss"], x["learning/raw_grad_norm"]] for x in lines]
 
     ours, theirs = map(losses, ("jax_dsv4_fmha.adapters.maxtext", "maxtext.trainers.pre_train.train"))
     np.testing.assert_allclose(ours, theirs, rtol=2e-5)
     assert ours[-1][0] < ours[0][0] - 0.1
+    how = ("--hardware", "cpu", "--tokens", "256", "--steps", "5")
+    *steps, whole = map(json.loads, run("examples/maxtext_times.py", "train", *how, *args[1:]).splitlines()[-6:])
+    for way, want in (("ours", ours), ("dots", theirs)):
+        np.testing.assert_allclose([[x[f"{way}_loss"], x[f"{way}_grad_norm"]] for x in steps], want, rtol=1e-5)
+    assert whole["apart"] < 1e-4 and whole["dots_ms"] > 0 < whole["ours_ms"]
+
+
+def test_fresh_tokens():
+    """Of examples/maxtext_times.py: one language, in which four tokens may follow each, in other words each step."""
+    fresh = runpy.run_path("examples/maxtext_times.py")["fresh"]
+    old = {name: jnp.zeros((2, 400), jnp.int32) for name in ("inputs", "targets", "inputs_segmentation")}
+    batches, followed = [fresh(old, 16, seed) for seed in range(3)], {}
+    for batch in batches:
+        np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+        assert batch["inputs_segmentation"] is old["inputs_segmentation"]
+        for token, after in zip(np.ravel(batch["inputs"]), np.ravel(batch["targets"]), strict=True):
+            followed.setdefault(int(token), set()).add(int(after))
+    assert {len(x) for x in followed.values()} <= {1, 2, 3, 4} and max(map(len, followed.values())) == 4
+    assert (batches[0]["inputs"] != batches[1]["inputs"]).any()
+    np.testing.assert_array_equal(fresh(old, 16, 1)["inputs"], batches[1]["inputs"])
 
 
 ON_DEVICES = {  # MaxText does not start V4 with tensor parallelism: V4 has one KV head
@@ -361,7 +387,8 @@ def test_no_collective_is_added(on, tmp_path):
     def moved(module):
         folder = tmp_path / module
         flags = f"{devices} --xla_dump_to={folder} --xla_dump_hlo_module_re=.*train_step.*"
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # a program from MaxText's cache would not be dumped
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **uncached}
         subprocess.run([sys.executable, "-m", module, *args], check=True, env=env)
         (program,) = folder.glob("*.cpu_after_optimizations.txt")
         return collectives(types.SimpleNamespace(as_text=program.read_text))

@@ -154,9 +154,9 @@ class TestFlashMLA:
             for row in suite.rows
             if isinstance(row, outside.CallRow) and peer.takes(row)
         ]
-        assert {row.h_q for row in taken} == {8, 16, 64, 128} and {row.d for row in taken} == {512, 576}
+        assert {row.h_q for row in taken} == {8, 16, 32, 64, 128} and {row.d for row in taken} == {512, 576}
         suites = "dsv4", "window", "decode", "latent"
-        assert [sum(row in SUITES[name].rows for row in taken) for name in suites] == [8, 2, 18, 15]
+        assert [sum(row in SUITES[name].rows for row in taken) for name in suites] == [14, 2, 18, 15]
         assert all(peer.contestant(row, [], None) is None for row in SUITES["layer"].rows)
 
 

@@ -13,6 +13,8 @@ from interpreter.kernels.launch import Kernel, launch
 from interpreter.kernels.native import variant_of
 from interpreter.machine.handwritten import Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Race
+from kernels.abi import ANY, Forward
+from kernels.variants import VARIANTS
 from tests.test_ptx_product_forms import product
 
 MUFU = HOPPER["mufu"].value
@@ -122,6 +124,14 @@ def test_every_number_has_a_source():
     assert constants_of("sm_100f") is BLACKWELL and constants_of("sm_90a") is HOPPER
     with pytest.raises(LookupError, match="no clocks are known of sm_80"):
         constants_of("sm_80")
+
+
+@pytest.mark.parametrize("op", ["mla_span_fwd_v512", "mla_sparse_fwd_v512", "mla_span_fwd"])
+def test_values_of_a_long_run_are_numbers_of_its_keys(op):
+    variant = next(v for v in VARIANTS if isinstance(v, Forward) and v.name == op and v.max_heads == ANY)
+    (source,) = long.operands(variant, 64, 128).sources
+    assert source.v.shape[-1] == variant.d_v == 512
+    np.testing.assert_array_equal(source.v, source.k[..., :512])
 
 
 def test_a_kernel_with_every_exponential_twice_is_slower():

@@ -201,12 +201,9 @@ def of_one_device(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, shape",
-    [*(("v4", shape) for shape in ((1, 2, 2), (2, 2, 2), (1, 1, 8))), *(("v4.1", (data, 2, 1)) for data in (1, 2))],
-)
+@pytest.mark.parametrize("name, shape", [("v4", (2, 2, 2)), ("v4", (1, 1, 8)), ("v4.1", (2, 2, 1))])
 def test_shards(name, shape):
-    """Logits, steps and gradients over 2, 4 and 8 devices are those of one device, up to rounding."""
+    """Logits, steps and gradients over 4 and 8 devices are those of one device, up to rounding."""
     model, params = small(name)
     data, tensor, expert = shape
     with common.mesh_of(tensor, expert, data) as mesh:

@@ -58,4 +58,5 @@ def test_parts_of_the_tokens(monkeypatch, axes, dtype, tolerance):
     text = program.as_text()
     assert f"f32[{group * rows},{columns}]" in text and f"[{group * tokens},{columns}]" not in text
     gathered = (group > 1) * group * rows * (16 + 1 + 1) + (m.shape["data"] > 1) * 16 * columns  # rows, and the head
+    gathered += (over := m.shape["tensor"] * group) * (over > 1) * 3 * group * rows  # numbers of each token
     assert collectives(program).get("all-gather", 0) == gathered

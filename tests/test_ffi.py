@@ -249,7 +249,8 @@ def test_launch_is_what_the_host_stub_launches(stub):
         if variant.sources[0] in PAGES:  # of 64, 32 and 8 keys a box
             page = (64, 96, 8)[shape.s_kv % 3]
             shape = shape._replace(s_kv=-(-shape.s_kv // page) * page, page=page, pages=shape.b + 5)
-            shape = shape._replace(window=249 * (shape.s_q == 1), scales=shape.b % 2)
+        if variant.sources == ("pages_window",):
+            shape = shape._replace(s_q=1, window=249)
         values = host_values(shape, scale, processors, addresses, variant.sources[0] in PACKED)
         if splits > 1:
             values["lse"] = values["lse_parts"]
@@ -322,7 +323,6 @@ def host_values(shape, scale, processors, addresses, packed=False):
         **dict.fromkeys(("topk0", "topk1"), ints["topk"]),
         "s_batch0": ints["page" if packed else "s_kv"],
         "s_batch1": ints["page" if packed else "s_kv1"],
-        "s_scales": ctypes.c_int32(2 * shape.h_kv * shape.scales),
         "ctas": ctypes.c_int32(processors),
         "scale_log2": ctypes.c_float(scale * math.log2(math.e)),
         "eps": ctypes.c_float(native.EPS),

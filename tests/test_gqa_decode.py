@@ -328,6 +328,29 @@ def test_kernels(on_hopper, kind, name, d, window):
         assert read == written, found  # only another name for the same bytes
 
 
+@pytest.mark.parametrize(
+    "how, window, name",
+    [
+        ({}, 128, "mha_fwd_paged_window"),
+        ({}, None, "mha_fwd_paged"),
+        ({"s_q": 2}, 128, "mha_fwd_paged"),
+        ({}, 31 * 64 + 1, "mha_fwd_paged_window"),
+        ({}, 31 * 64 + 2, "mha_fwd_paged"),
+        ({"page": 24}, 31 * 8 + 1, "mha_fwd_paged_window"),
+        ({"page": 24}, 31 * 8 + 2, "mha_fwd_paged"),
+        ({"held": jnp.float8_e4m3fn}, 128, "mha_fwd_paged_e4m3"),
+    ],
+)
+def test_which_windows_a_kernel_finds(on_hopper, how, window, name):
+    """Of one token, with at most 32 boxes of a page: then nothing else runs that XLA would make a kernel of."""
+    x = shapes("paged", **{"s_q": 1, **how})
+    (decision,) = explain(functools.partial(gqa_decode, window=window), *x)
+    assert decision.reason.split()[0].strip(":,;") == name, decision
+    f = functools.partial(gqa_decode, window=window, implementation="cubin")
+    text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    assert bool(re.search(r"stablehlo.(minimum|maximum|reduce|select)", text)) == (name != "mha_fwd_paged_window")
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("kind", CACHES)
@@ -385,14 +408,15 @@ def test_kernel(case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249)])
+@pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249), (256, 24, 200)])
 def test_the_kernel_finds_what_a_window_sees(d, page, window):
     """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
     b, pages, room = 16, 100, 8 * page
     rng = np.random.default_rng(0)
     entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), jnp.bfloat16) for _ in range(2)]
     tables = np.stack([rng.permutation(pages)[: b * 6].reshape(b, 6) for _ in range(2)]).repeat(2, -1)[..., :8]
-    tables[rng.random(tables.shape) < 0.1] = rng.choice([-1, pages, 2**31 - 1])
+    absent = rng.random(tables.shape) < 0.1
+    tables[absent] = rng.choice([-1, pages, 2**31 - 1], absent.sum())
     caches = [Cache(x, jnp.asarray(table, jnp.int32)) for x, table in zip(entries, tables, strict=True)]
     lengths = jnp.asarray([*rng.integers(1, room + 1, b - 4), 0, -5, room + 9, 2**31 - 1], jnp.int32)
     q = jnp.asarray(rng.standard_normal((b, 1, 8, d)), jnp.bfloat16)

@@ -113,6 +113,27 @@ def test_gradient_and_loss_of_a_replay():
         assert not np.allclose(one["indexer"]["wq_b"], other["indexer"]["wq_b"]) or i == 0
 
 
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
+def test_indexers_alone_learn_from_their_loss(name):
+    """Neither the rest of their layers, nor layers before them, have a gradient by it."""
+    layers, params = model(name)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradient(params, x):
+        loss, shared = 0.0, Shared()
+        for layer, p in zip(layers, params, strict=True):
+            out = layer(p, x, shared=shared)
+            loss += layer.indexer_loss(p, out, shared).sum() if layer.indexer is not None else 0.0
+            x, shared = x + out.y, shared.after(out)
+        return loss
+
+    of_params, of_x = gradient(params, hidden(1, 24))
+    assert not of_x.any()
+    for path, dx in jax.tree_util.tree_leaves_with_path(of_params):
+        assert np.any(dx) == ("indexer" in [getattr(key, "key", None) for key in path]), path
+
+
 def test_a_loss_without_a_choice():
     layers, params = model("v4")
     layer, p, x = layers[1], params[1], hidden(2, 9)

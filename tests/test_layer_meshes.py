@@ -103,8 +103,15 @@ def placed(kind, xs, mesh, batch=None, heads=None, sequence=None):
     return params, put(mesh, x, batch, sequence), jax.tree.map(lambda x: put(mesh, x, batch), cache), shared, at
 
 
-@pytest.mark.parametrize("call, axes", [*((call, None) for call in CALLS), ("gradient", "Explicit")])
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(
+    "kind, call, axes",
+    [
+        ("sparse", "whole", None),  # which its gradient calls in other kinds of layers
+        *itertools.product(KINDS[1:], ("chunk", "step"), (None,)),
+        *itertools.product(KINDS[1:], ("gradient",), ("Explicit",)),
+        ("sparse", "gradient", None),
+    ],
+)
 @pytest.mark.usefixtures("few_objects")
 def test_no_tracer_leaks(kind, call, axes):
     """Nothing that an equation keeps knows a traced array, on one device and over the devices of a mesh."""

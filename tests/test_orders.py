@@ -3,15 +3,17 @@ kernels."""
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
 
 import pytest
 
-from interpreter.kernels import cases, command, native
+from interpreter import edits
+from interpreter.kernels import cases, command, few_rows_product, native
 from interpreter.kernels.launch import Kernel, launch
-from interpreter.kernels.orders import keys
+from interpreter.kernels.orders import examined, keys
 from interpreter.machine.handwritten import Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Fault, Misuse, Undefined
 from interpreter.orders.causality import Order, finding
@@ -240,6 +242,21 @@ def test_a_kernel_ends_in_every_order(name: str, capsys: pytest.CaptureFixture[s
     native.library()  # without it there is nothing to run
     assert command.main([name, "--orders"]) == 0
     assert "every order does the same and ends" in capsys.readouterr().out
+
+
+def test_a_ring_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of few rows that does not wait for empty stages ends in every order while it uses none twice."""
+    key = "few_rows_product_sm_90a_bfloat16_parts2_r64"
+    kernel = Kernel.of(native.variant_of(key))
+    offsets = edits.barriers(kernel.ptx)
+    empty = {*offsets[len(offsets) // 2 :]}
+    unchanged = few_rows_product.launched
+    hasty = functools.partial(unchanged, edit=lambda ptx: edits.drop_waits(ptx, empty))
+    monkeypatch.setattr(few_rows_product, "launched", hasty)
+    short = few_rows_product.Problem.typical(kernel.variant, 5)
+    assert verdict(lambda seed: hasty(short, seed=seed)).right
+    (found,) = examined(key)
+    assert not found["right"] and "an arrival too many" in found["says"][0]
 
 
 def test_waits_that_a_kernel_needs() -> None:

@@ -127,7 +127,7 @@ def test_a_row_has_the_same_bits_in_any_company(make):
     few = whole.variant
     more = of(**{"op": few.op, **few.choices, "max_rows": ANY})
     want = results(replace(whole, variant=more))
-    for variant, rows in ((few, slice(3, 4)), (few, slice(3, 60)), (more, slice(50, 139)), (few, slice(0, 140))):
+    for variant, rows in ((few, slice(3, 4)), (few, slice(3, 70)), (more, slice(50, 139))):
         part = replace(whole, variant=variant, x=whole.x[rows], angle=whole.angle[rows])
         for name, array in results(part).items():
             assert array.tobytes() == want[name][rows].tobytes(), (variant.key, rows, name)

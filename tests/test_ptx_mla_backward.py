@@ -121,7 +121,11 @@ def test_what_is_not_finite_marks_the_keys_that_see_it():
 
 # ---- against the chip
 
-COMPARED = ("mla_span_bwd_sm_90a_d512_bfloat16", "csa_bwd_sm_90a_d512_bfloat16_deterministic")
+COMPARED = (
+    "mla_span_bwd_sm_90a_d512_bfloat16",
+    "csa_bwd_sm_90a_d512_bfloat16_deterministic",
+    "mla_sparse_bwd_v512_sm_90a_d576_bfloat16",
+)
 
 
 @pytest.mark.parametrize("key", COMPARED)

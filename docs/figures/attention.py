@@ -10,6 +10,7 @@ from .records import (
     LATENT,
     LAYER,
     NOTED,
+    PEERS,
     PROFILES,
     STEP,
     bullets,
@@ -21,6 +22,7 @@ from .records import (
     rate,
     row_of,
     rows_of,
+    seconds,
     share,
     suite,
     table,
@@ -126,23 +128,45 @@ def mla_forward_bound() -> str:
   Its {cycles} clocks: {", ".join(f"{name} {count}" for name, count in parts.items())}.""")
 
 
-def few_heads() -> str:
-    return table(
-        "`mla_fwd_sm90` → `mla_few_heads_fwd_sm90`, µs | 8 heads | 16 heads | 32 heads",
-        (
-            [row["name"], *(" → ".join(map(str, row[heads])) for heads in ("8", "16", "32"))]
-            for row in NOTED["few heads"]["rows"]
-        ),
-    )
+_FEW = NOTED["few heads, a layer"]
 
 
 def few_heads_bound() -> str:
-    tile, products = PROFILES["few heads, a tile of 64 keys, µs"], PROFILES["few heads, clocks of both products"]
-    near, far = (row_of(FORWARD, f"d 512 window 128 + top-k 512 of {n} b1 s4096 h16") for n in (8192, 65536))
-    return wrapped(f"""The chain from keys to P to O bounds it, and the other CTA of the SM hides a part. An SM takes {tile["takes"]} µs for a tile
-of 64 keys. Gathering alone takes {tile["gathering alone"]} µs, and {tile["gathering alone of 65536"]} out of 65536 entries. Both products take
-{", ".join(str(n) for n in products.values())} clocks at 8, 16 and 32 heads, from keys in SMEM. A layer of 16 heads takes {micro(ours(near))} µs, {share(near)} of the
-roofline. From 65536 entries it takes {micro(ours(far))} µs, {share(far)}.""")
+    """Times beside what bounds them, and beside FlashMLA's 64 heads, to which fewer are padded."""
+    queries, keys, processors, names = 4096, 640, 132, (f"of {n} b1 s4096 h" for n in (8192, 65536))
+    tiles, rows = queries * keys / 64 / processors, []
+    roof, padded = zip(
+        *(
+            (row_of(FORWARD, f"{name}16"), row_of(PEERS, f"{name}64"))
+            for name in map("d 512 window 128 + top-k 512 {}".format, names)
+        ),
+        strict=True,
+    )
+    both = lambda texts: " / ".join(texts)  # noqa: E731
+    for heads, times in _FEW["us"].items():
+        shared = tiles * _FEW["clocks of shared memory, a tile of 64 keys"][heads] / _FEW["GHz"] / 1e3
+        least = (row["flops"] / row["matmul_flops_per_s"] * int(heads) / 16e-6 for row in roof)
+        rows.append(
+            [
+                heads,
+                both(map(str, times)),
+                both(map(str, _FEW["gathering alone, us"])),
+                f"{shared:.0f}",
+                both(percent(x / us) for x, us in zip(least, times, strict=True)),
+                both(f"{seconds(row, 'flashmla') * 1e6 / us:.2f}" for row, us in zip(padded, times, strict=True)),
+            ]
+        )
+    header = "heads | µs | gathering alone | shared memory | of the roofline | FlashMLA's 64 heads / ours"
+    near, far = (queries * keys * 1024 / us / 1e6 for us in _FEW["gathering alone, us"])
+    asked = both(map(str, _FEW["asked for 16 heads, us"]))
+    return (
+        table(header, rows)
+        + "\n\n"
+        + wrapped(f"""L2 gives {near:.1f} TB/s, and {far:.1f} of 65536 entries, which it does not hold. For 16 heads {asked} µs were asked:
+    gathering alone takes more than the second, and either bound as much as the first. A CTA's chain from keys to P to O uses both in
+    turns, and the other CTA hides a part. A trial had one CTA an SM, whose two queries shared a ring of keys: 16 heads took
+    {both(map(str, _FEW["one ring, us"]))} µs.""")
+    )
 
 
 def decode_bound() -> str:

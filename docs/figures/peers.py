@@ -55,6 +55,17 @@ def layers_in_maxtext() -> str:
     return beside_dots("4096 tokens, 64 heads", layers, load("h200_maxtext")["layers"]["results"])
 
 
+def training_in_maxtext() -> str:
+    """MaxText's training steps, and how far apart their losses were."""
+    rows = []
+    for x in load("h200_maxtext")["training"]:
+        apart, theirs, own = x["apart"], x["dots_ms"], x["ours_ms"]
+        far = f"{abs(apart['ours_loss'] - apart['dots_loss']):.4f}, at {apart['dots_loss']:.2f}"
+        model = f"{x['model']}, {x['rows']} × {x['tokens']} tokens"
+        rows.append([model, str(x["steps"]), far, f"{theirs:.1f}", f"{own:.1f}", f"{theirs / own:.1f}"])
+    return table("model | steps | losses apart by at most | dot products, ms | ours, ms | their time / ours", rows)
+
+
 def beside_dots(of: str, layers: dict[int, str], results: list[dict[str, Any]]) -> str:
     rows = []
     for x in results:

@@ -6,9 +6,17 @@ from collections import defaultdict
 
 from .records import DOCS, load, table
 
-RUNS = {"v4": "V4: a window, chosen entries, all entries", "dense": "dense attention in all three layers"}
+RUNS = {
+    "v4": "V4: a window, chosen entries, all entries",
+    "v4_rounded": "V4 with `--fake-quantize`",
+    "dense": "dense attention in all three layers",
+}
 BYTES_OF_ADAM = 28
 """of a parameter: it, two moments and the gradient are read, and all but the last written, in float32"""
+STREAMS, SUBLAYERS = 4, 2
+"""of a token in V4, and of a layer"""
+ARRAYS = 5
+"""of streams, each with the row of a sublayer: read and written by connections; read twice and written by their gradient"""
 ONE_PART = {"experts": "moe"}
 OF_PART = {
     "products": "attention's projections",
@@ -39,7 +47,7 @@ REMAT = {
 
 
 def learns() -> str:
-    """The losses of both models at some steps, and how far apart they are."""
+    """The losses of the runs at some steps, and how far apart V4 and dense attention are."""
     losses = {}
     for name in RUNS:
         lines = (DOCS / f"learns_{name}.jsonl").read_text().splitlines()
@@ -48,7 +56,8 @@ def learns() -> str:
     ends = [count // 4, count // 2, count]
     means = {name: [statistics.fmean(x[end - LAST : end]) for end in ends] for name, x in losses.items()}
     rows = [[RUNS[name], *(f"{x:.3f}" for x in means[name])] for name in RUNS]
-    rows.append(["difference", *(f"{x - y:+.3f}" for x, y in zip(*means.values(), strict=True))])
+    apart = (f"{x - y:+.3f}" for x, y in zip(means["v4"], means["dense"], strict=True))
+    rows.append(["V4 less dense attention", *apart])
     return table(f"loss, mean of {LAST} steps | " + " | ".join(f"to step {end}" for end in ends), rows)
 
 
@@ -90,7 +99,9 @@ def experts_budget() -> str:
 def training_parts() -> str:
     """A step of training by part, each beside the least that its products or its bytes take."""
     row = load("h200_training")
-    least = defaultdict(float, optimizer=1e3 * row["parameters"] * BYTES_OF_ADAM / row["C"])
+    of_streams = 2 * ARRAYS * (STREAMS + 1) * HIDDEN * row["b"] * row["s"] * SUBLAYERS * row["layers"]
+    moved = {"optimizer": row["parameters"] * BYTES_OF_ADAM, "connections": of_streams}
+    least = defaultdict(float, {part: 1e3 * size / row["C"] for part, size in moved.items()})
     for part, tflop in row["TFLOP"].items():
         least[ONE_PART.get(part, part)] += 1e15 * tflop / row["M"]
     parts = defaultdict(float)
@@ -101,5 +112,6 @@ def training_parts() -> str:
         least_ms = f"{least[part]:.0f}" if least.get(part, 0) >= 1 else "–"
         rows.append([OF_PART[part], f"{ms:.0f}", least_ms])
     rows.append(["all", f"{row['ms']:.0f}", f"{sum(least.values()):.0f}"])
-    rate = f"The step makes {row['tokens/s']:.0f} tokens/s, MFU {100 * row['mfu']:.1f} %."
+    rate = f"The step makes {row['tokens/s']:.0f} tokens/s, MFU {100 * row['mfu']:.1f} %. XLA says that it holds "
+    rate += f"{row['GiB of state']:.1f} GiB of parameters and moments, and {row['GiB beside it']:.1f} GiB beside them."
     return table("ms of a step | measured | least", rows) + "\n\n" + rate

@@ -130,11 +130,16 @@ def on_terminal(text: str) -> None:
         print(f"\r{text}", end="", flush=True, file=sys.stderr)
 
 
-def model_of(checkpoint: str | None, drafts: bool = False, random: str = "v4") -> Model | DSpark:
-    """The model of a directory's config.json, or of `random`; drafts: with its layers for drafts, if it has some."""
+def model_of(
+    checkpoint: str | None, drafts: bool = False, random: str = "v4", fake_quantize: bool | None = None
+) -> Model | DSpark:
+    """The model of a directory's config.json, or of `random`; drafts: with its layers for drafts, if it has some.
+
+    fake_quantize: as in `layers.from_config`, of a model without those.
+    """
     config = read_json(Path(checkpoint) / "config.json") if checkpoint else config_of(random)
     has_drafts = drafts and text_of(config).get("dspark_block_size") is not None
-    return (DSpark if has_drafts else Model).from_config(config)
+    return DSpark.from_config(config) if has_drafts else Model.from_config(config, fake_quantize)
 
 
 def parameters_of(
@@ -149,12 +154,10 @@ def parameters_of(
     return jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
 
-def opened(
-    checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False, random: str = "v4"
-) -> tuple[Model | DSpark, dict[str, Any]]:
+def opened(checkpoint: str | None, mesh: Mesh, dtype: Any, random: str = "v4") -> tuple[Model | DSpark, dict[str, Any]]:
     """Both of these."""
-    model = model_of(checkpoint, drafts, random)
-    return model, parameters_of(model, checkpoint, mesh, dtype, packed)
+    model = model_of(checkpoint, random=random)
+    return model, parameters_of(model, checkpoint, mesh, dtype)
 
 
 class Words:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .layout import ALL, GROUP, REST, TOKENS, gather, gathered, scatter
+from .layout import ALL, TOKENS, gather, gathered, scatter
 
 COUNT = 1024
 """tokens of a device whose logits are in memory at a time"""
@@ -60,22 +60,22 @@ def _of_devices(
             x = jax.lax.pcast(x, "tensor", to="varying")
             logits = jnp.matmul(x, head, preferred_element_type=jnp.float32)
             is_it = token == following[:, None]
-            most = jax.lax.pmax(logits.max(-1), ALL)
-            e = jnp.exp(logits - most[:, None])
-            total, its = jax.lax.psum((e.sum(-1), jnp.where(is_it, logits, 0).sum(-1)), ALL)
-            of_part = (weights * (jnp.log(total) + most - its)).sum()
+            most, its = logits.max(-1), jnp.where(is_it, logits, 0).sum(-1)
+            numbers = jnp.stack([most, jnp.exp(logits - most[:, None]).sum(-1), its])  # of this device's columns
+            most, total, its = jnp.moveaxis(gather(numbers[None], ALL), 1, 0)
+            lse = jax.nn.logsumexp(most, 0, b=total)
+            of_part = (weights * (lse - its.sum(0))).sum()
             if not has_gradient:
                 return (sums[0] + of_part,), None
-            slope = (weights[:, None] * (e / total[:, None] - is_it)).astype(x.dtype)
+            slope = (weights[:, None] * (jnp.exp(logits - lse[:, None]) - is_it)).astype(x.dtype)
             dx = jax.lax.psum(jnp.matmul(slope, head.T, preferred_element_type=jnp.float32), "tensor")
             of_head = jnp.matmul(x.T, slope, preferred_element_type=jnp.float32)
             return (sums[0] + of_part, sums[1] + of_head), scatter(dx)
 
-        zeros = (jax.lax.pcast(jnp.float32(0), REST, to="varying"),)
-        if has_gradient:
-            zeros = *zeros, jax.lax.pcast(jnp.zeros(head.shape, jnp.float32), ("data", *ALL), to="varying")
+        zeros = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))[: 1 + has_gradient]
+        zeros = jax.lax.pcast(zeros, (every := ("data", *ALL)), to="varying")
         sums, dx = jax.lax.scan(chunk, zeros, parts)
-        total = jax.lax.psum(sums[0], REST) / jax.lax.axis_size(GROUP)  # all devices of a group have its sum
+        total = jax.lax.psum(sums[0], every) / jax.lax.axis_size(ALL)  # all devices but those of "data" have its sum
         if not has_gradient:
             return (total,)
         dx = dx.reshape(count * size, -1)[:n].reshape(x.shape)

@@ -117,11 +117,13 @@ def scatter(rows: jax.Array, axes: tuple[str, ...] = GROUP, of: int = 0) -> jax.
 
 
 def looked_up(embed: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows `[b, s, hidden]` of tokens, which lie as TOKENS says: a device has some columns for its group."""
+    """The rows `[b, s, hidden]` of tokens, which lie as TOKENS says: a device has some columns for its group. A
+    device sums a row's gradient over its tokens in float32: a token may be a tenth of them.
+    """
 
     def of_own(embed: jax.Array, tokens: jax.Array) -> jax.Array:
         embed = jax.lax.pcast(embed, "data", to="varying")
-        y = embed[gather(tokens)]
+        y = embed.astype(jnp.float32)[gather(tokens)].astype(embed.dtype)
         return jax.lax.all_to_all(y, axes, 0, 2, tiled=True) if (axes := _several(GROUP)) else y
 
     return jax.shard_map(of_own, in_specs=(P(None, GROUP), TOKENS), out_specs=TOKENS)(embed, tokens)

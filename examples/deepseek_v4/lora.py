@@ -76,10 +76,10 @@ def beside(params: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
     return params | {"layers": layers}
 
 
-def applied(params: dict[str, Any], adapter: Adapter, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+def applied(params: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
     """Parameters with what an adapter adds to them, as `merged` does it."""
     layers = zip(params["layers"], adapter, strict=True)
-    return params | {"layers": [p | {"attention": merged(p["attention"], x, dtype)} for p, x in layers]}
+    return params | {"layers": [p | {"attention": merged(p["attention"], x)} for p, x in layers]}
 
 
 def modules(model: Model, checkpoint: str | Path | None) -> dict[str, tuple[int, str]]:

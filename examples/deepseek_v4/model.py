@@ -91,15 +91,18 @@ class Model:
     """layers of which drafts see the streams' mean: after the layer, in V4.1 before it"""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | str | Path) -> "Model":
+    def from_config(cls, config: Mapping[str, Any] | str | Path, fake_quantize: bool | None = None) -> "Model":
         """The model of a config.json, given as a path or as its contents, with Hugging Face's names or DeepSeek's.
+
+        fake_quantize: as in `layers.from_config`.
 
         Raises:
           ValueError: an entry is missing, is not known, or is out of its range.
           NotImplementedError: an entry says what this model does not have.
         """
         try:
-            layers, read = from_config(config), Entries(config)  # the first refuses other models
+            layers = from_config(config, fake_quantize=fake_quantize)  # refuses other models
+            read = Entries(config)
         except TypeError as e:  # an entry of another type is as wrong as one out of its range
             raise ValueError(str(e)) from e
         is_v41 = read.has("kv_source_layer_ids", "kv_source_layers")
@@ -476,11 +479,11 @@ class Model:
 
         return jax.lax.scan(add, 0 * x.astype(jnp.float32), (jnp.arange(e), w13, w2))[0].astype(x.dtype)
 
-    def swiglu(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """x `[…, 2, inner]`, a gate and what it lets through; weights `[…]`. In float32."""
+    def swiglu(self, x: jax.Array) -> jax.Array:
+        """x `[…, 2, inner]`, a gate and what it lets through. In float32."""
         gate, up = jnp.moveaxis(x.astype(jnp.float32), -2, 0)
         y = jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
-        return (y if weights is None else y * weights[..., None]).astype(x.dtype)
+        return y.astype(x.dtype)
 
     # ---- parameters and caches
 

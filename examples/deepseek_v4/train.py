@@ -95,7 +95,8 @@ def losses(
 
     def shared_out(x: jax.Array) -> jax.Array:
         """Moves what each token has, `[b, s, …]`, to where the token is."""
-        return jax.lax.with_sharding_constraint(zigzag(x, order) if order else x, layout.TOKENS)
+        whole = jax.lax.with_sharding_constraint(zigzag(x, order) if order else x, P(layout.SEQUENCES))
+        return jax.lax.with_sharding_constraint(whole, layout.TOKENS)  # or XLA would shift tokens between devices
 
     b, s = tokens.shape
     place = positions(documents) if documents is not None else jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
@@ -324,6 +325,7 @@ def main(
     rank: int | None = None,
     packed: bool = False,
     adapter: str | None = None,
+    fake_quantize: bool = False,
     **processes: Any,
 ) -> list[tuple[float, float]]:
     """Prints what steps computed, and returns the losses (tokens', indexers') of each from the first made."""
@@ -346,7 +348,7 @@ def main(
     for directory in filter(None, (save, adapter)):
         Path(directory).mkdir(parents=True, exist_ok=True)  # raises before anything is trained
     with cluster.joined(**processes):
-        model = common.model_of(checkpoint, random=random)
+        model = common.model_of(checkpoint, random=random, fake_quantize=fake_quantize or None)
         rows = rows_of(tokens, model.vocabulary, s, seed)
         with common.mesh_of(tensor, expert, data, context) as mesh:
             if jax.process_count() > 1 and mesh.size != jax.device_count():
@@ -415,6 +417,12 @@ def arguments() -> dict:
     parser.add_argument("--rate", type=float, default=3e-3, help="the greatest learning rate (default: 0.003)")
     parser.add_argument("--seed", type=common.at_least(0), default=0, help="of the order of rows (default: 0)")
     parser.add_argument("--only", default="", help="what learns: parameters whose path it matches (default: all)")
+    parser.add_argument(
+        "--fake-quantize",
+        action="store_true",
+        help="latents, entries, index queries and keys are rounded to the numbers of caches in 8 and 4 bits, as V4.1's "
+        "always are; gradients pass straight through",
+    )
     parser.add_argument("--save", help="a directory for the checkpoint that was made, at the end")
     parser.add_argument(
         "--lora",

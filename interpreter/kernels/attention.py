@@ -114,6 +114,8 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
+    if variant.sources == ("pages_window",):  # a query a sequence
+        given = {"window": native.WINDOW, **given, "b": given["b"] * given["s_q"], "s_q": 1}
     shape, rng = Shape(d=variant.d, d_v=variant.mode.d_v, **given), np.random.default_rng(seed)
     b, s_q, _, h_q, h_kv, d, *_ = shape
 
@@ -163,7 +165,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         in_order = kind in ("span", *PAGES)
-        if shape.window:
+        if kind == "pages_window":
             seen = step(s_kv)
         else:
             seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
@@ -182,7 +184,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for array in (k, v):
             array[~looked_at] = np.nan
         keys = Keys(k, v, *seen)
-        sources.append(in_pages(rng, kind, keys, shape.page, shape.scales) if kind in PAGES else keys)
+        sources.append(in_pages(rng, kind, keys, shape.page) if kind in PAGES else keys)
     if variant.mode.is_e4m3:
         sources = [as_codes(of_many_sizes(x), variant.mode) for x in sources]
     sink = rng.standard_normal(h_q).astype(np.float32)
@@ -303,15 +305,14 @@ def packed(
     return Keys(k, values_of(k, 512), np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
-def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int, own_scales: int = 1) -> Keys:
+def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int) -> Keys:
     """The same keys and values in pages of pools, in any order and among others; NaN where there is none. Pages of
-    which no query sees a key are not there. As codes, they are rounded, and sequences may share their scales.
+    which no query sees a key are not there. As codes, they are rounded.
     """
     b, s_kv, h_kv, d = keys.k.shape
     scales = None
     if kind == "pages_e4m3":
         scales = (0.125 * rng.uniform(0.01, 1, (b, h_kv, 2))).astype(np.float32)
-        scales = scales if own_scales else np.repeat(scales[:1], b, 0)
         coded = [e4m3((x / s).astype(np.float32)) for x, s in zip((keys.k, keys.v), _of_keys(scales), strict=True)]
         meant = [x.astype(np.float64) * s for x, s in zip(coded, _of_keys(scales), strict=True)]
         keys = replace(keys, k=coded[0], v=coded[1])

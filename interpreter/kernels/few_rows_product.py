@@ -72,6 +72,17 @@ class Problem:
         k = 2 * HEAD if variant.turns_back else at_once * (variant.parts + 1) + 8
         return Problem.of(variant, rows, k, 200, groups)
 
+    @staticmethod
+    def around(variant: FewRowsProduct, stages: int, turns: int = 2) -> Problem:
+        """A few rows and one cluster of CTAs, each of which uses all `stages` of its ring so many times and a part of
+        one once more.
+        """
+        at_once = BLOCK if variant.weights else 64
+        k, tail = turns * stages * at_once * (1 if variant.norms else variant.parts), 8
+        if variant.turns_back:
+            k, tail = -(-k // HEAD) * HEAD, HEAD
+        return Problem.of(variant, 5, k + tail, HEAD if variant.norms else INDEX_D if variant.indexes else 72)
+
     @property
     def table(self) -> Array:
         return np.stack([np.cos(self.angle), np.sin(self.angle)], -1).reshape(len(self.angle), ROPE)

@@ -30,18 +30,19 @@ def operands(
     s_kv, s_kv1 = (*tables, 64)[:2]
     extents = {"b": 1, "s_q": queries, "h_q": heads, "topk": max(seen) if variant.gathers else 0}
     x = attention.operands(variant, width=None, s_kv=s_kv, s_kv1=s_kv1, **extents)
-    sources = [all_seen(s, kind, n) for s, kind, n in zip(x.sources, variant.sources, seen, strict=False)]
+    apart = x.has_separate_values
+    sources = [all_seen(s, kind, n, apart) for s, kind, n in zip(x.sources, variant.sources, seen, strict=False)]
     if x.mode.is_e4m3:
         sources = [attention.as_codes(dataclasses.replace(s, units=None), x.mode) for s in sources]
     return dataclasses.replace(x, sources=tuple(sources))
 
 
-def all_seen(x: attention.Keys, kind: str, seen: int) -> attention.Keys:
+def all_seen(x: attention.Keys, kind: str, seen: int, has_separate_values: bool) -> attention.Keys:
     """Every query sees the first `seen` of a span, or as many places of a table at random."""
     s_kv, rng = x.k.shape[1], np.random.default_rng(0)
     if kind == "span":
         k = filled(rng, x.k)
-        v = k if x.v is x.k else filled(rng, x.v)
+        v = filled(rng, x.v) if has_separate_values else attention.values_of(k, x.v.shape[-1])
         start, stop = np.zeros_like(x.seen_from), np.full_like(x.seen_to, s_kv)
         return dataclasses.replace(x, k=k, v=v, seen_from=start, seen_to=stop, counts=np.ones_like(x.counts))
     length = np.full_like(x.seen_to, seen)
@@ -55,7 +56,8 @@ def all_seen(x: attention.Keys, kind: str, seen: int) -> attention.Keys:
     counts = np.zeros_like(x.counts)
     np.put_along_axis(counts, places[..., :seen].astype(np.int64), 1, axis=-1)
     k = filled(rng, x.k)
-    return dataclasses.replace(x, k=k, v=k, seen_from=places, seen_to=length, counts=counts)
+    v = attention.values_of(k, x.v.shape[-1])
+    return dataclasses.replace(x, k=k, v=v, seen_from=places, seen_to=length, counts=counts)
 
 
 def filled(rng: np.random.Generator, like: Array) -> Array:

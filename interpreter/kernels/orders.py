@@ -31,6 +31,7 @@ from kernels.abi import (
 )
 from kernels.variants import VARIANTS
 
+from .. import edits
 from ..arguments import count
 from ..machine import scheduler
 from ..machine.hazards import Fault
@@ -42,6 +43,7 @@ from .prepared import Interpreted, OfIndexer, Prepared, is_typical
 CASES = ("tiles", "turns")
 SCORES = "mla_sparse_fwd_by_columns_sm_90a_d512_bfloat16"
 DENSE_SHAPE = {"b": 1, "s_q": 50, "s_kv": 150, "h_q": 8, "h_kv": 2, "width": 1 << 30}
+OF_SMALL_TILES = {"h_q": 4, "h_kv": 1}  # at d 512 these are enough for several tiles of each CTA
 
 
 def launches(key: str) -> Iterator[tuple[str, Making]]:
@@ -56,7 +58,7 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
                 continue
         return
     if isinstance(variant, FewRowsProduct):
-        x = few_rows_product.Problem.typical(variant, 70)
+        x = few_rows_product.Problem.around(variant, len(edits.barriers(kernel.ptx)) // 2)  # a stage has two barriers
         yield "rows", lambda seed: few_rows_product.launched(x, seed=seed)
         return
     if isinstance(variant, ExpertProduct):
@@ -73,7 +75,8 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
         yield "columns", lambda seed: by_columns.add_columns(kernel, few, scored, seed=seed)
         return
     dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")
-    given, scale = gradients.operands(dense, **DENSE_SHAPE), variant.d**-0.5
+    shape = DENSE_SHAPE | (OF_SMALL_TILES if variant.d > 256 else {})
+    given, scale = gradients.operands(dense, **shape), variant.d**-0.5
     before: dict[str, Kernel[Any]] = {"tile_spans": Kernel.of(native.variant_of(f"tile_spans_{variant.arch}"))}
     seen = None
     if variant.op != "mha_dq":

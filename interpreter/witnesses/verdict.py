@@ -65,12 +65,12 @@ def answer(x: Recording, seeds: int) -> Answer:
     return Answer(seeds, right, errors, seconds, (ran, total), sorted(forms), fault, sorted(remarks))
 
 
-def broken(x: Recording, seed: int = 0) -> list[str]:
+def broken(x: Recording) -> list[str]:
     """The rules that it breaks: with one of them alone, a fault is found, which is none on the chip."""
     found = []
     for rule in Rule:
         try:
-            run(x.launches, x.arguments, seed=seed, rules={rule})
+            run(x.launches, x.arguments, rules={rule})
         except Fault:
             found.append(rule.name)
     return found
@@ -144,17 +144,13 @@ class Planted:
     wrong: int = 0  # the answer was wrong
 
 
-def plant(x: Recording, *, seeds: int = 2, every: int = 1) -> dict[str, Planted]:
-    """Plants faults under the chip's rules and counts them by kind; `every`: only each n-th place of a kind."""
+def plant(x: Recording, *, seeds: int = 2) -> dict[str, Planted]:
+    """Plants faults under the chip's rules and counts them by kind."""
     first = run(x.launches, x.arguments, rules=CHIP, record=True)
     found: dict[str, Planted] = {}
-    seen: dict[str, int] = {}
     for n, (launch, machine) in enumerate(zip(x.launches, first.machines, strict=True)):
         lines = {machine.program.code[k].line for k in machine.executed}
         for edit in edits(launch, lines):
-            seen[edit.kind] = seen.get(edit.kind, -1) + 1
-            if seen[edit.kind] % every:
-                continue
             changed = list(x.launches)
             changed[n] = replace(launch, ptx=edit.planted_in(launch.ptx))
             count = found.setdefault(edit.kind, Planted())

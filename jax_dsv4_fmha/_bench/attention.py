@@ -338,7 +338,7 @@ SUITES = (
         (
             *(
                 layer(h, topk=k, ratio=4, s_c=s_c, peers=_OF_LAYER)
-                for h, k in ((128, 1024), (64, 512), (16, 512))
+                for h, k in ((128, 1024), (64, 512), (32, 512), (16, 512), (8, 512))
                 for s_c in (8192, 65536)
             ),
             *(top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),

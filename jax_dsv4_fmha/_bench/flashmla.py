@@ -82,11 +82,11 @@ def _commit(folder: Path) -> str | None:
 
 def takes(row: CallRow) -> CallRow | None:
     """A layer's prompt of one sequence, or a step, by products in 16 bits. It has steps from V4's FP8 alone, which it
-    takes beside ours from bfloat16 too. Selections of fewer heads get zeros beside them, as others call it.
+    takes beside ours from bfloat16 too. Prompts of fewer heads over selections get zeros beside them.
     """
     if not isinstance(row, AttentionRow) or row.d not in (512, 576) or row.dtype != "bfloat16":
         return None
-    if row.h_q not in _HEADS and not (isinstance(row, SparseRow) and row.h_q < min(_HEADS)):
+    if row.h_q not in _HEADS and not (isinstance(row, SparseRow | LayerRow) and row.h_q < min(_HEADS)):
         return None
     match row:
         case E4m3Row() | ChunkRow():

@@ -218,9 +218,9 @@ class PagedSource:
         None where keys have q's dtype.
       names: the caller's names of keys and values.
       width: the most keys that the queries of a batch entry see, as far as they are known while tracing.
-      window: 0, or that of a step of one query: then `stop` is how many tokens a sequence has, and `start` how many up
-        to the query's own. It sees the last `window` of these, as far as they have room; but nothing from a page on
-        that is not there, and nothing if the sequence has no such token.
+      window: that of a step of one query: then `stop` is how many tokens a sequence has, and `start` how many up to the
+        query's own. It sees the last `window` of these, as far as they have room; but nothing from a page on that is
+        not there, and nothing if the sequence has no such token.
     """
 
     keys: jax.Array
@@ -232,13 +232,14 @@ class PagedSource:
     scales: jax.Array | None = None
     names: tuple[str, str] = ("k_cache", "v_cache")
     width: int | None = None
-    window: int = 0
+    window: int | None = None
     d_v: ClassVar[None] = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        page, codes = self.keys.shape[-3], "" if self.scales is None else "_e4m3"
-        return (f"paged_kv{codes}" if isinstance(page, int) and page % BOX == 0 else f"paged_kv{codes}_in_any_pages",)
+        page, form = self.keys.shape[-3], "" if self.window is None else "_window"
+        form = form if self.scales is None else "_e4m3"
+        return (f"paged_kv{form}" if isinstance(page, int) and page % BOX == 0 else f"paged_kv{form}_in_any_pages",)
 
     @property
     def description(self) -> tuple[str, ...]:
@@ -263,7 +264,7 @@ class PagedSource:
     parts_of_kernel = parts
 
     def flat(self) -> "PagedSource":
-        """All pages as one pool, `[pages, page, h_kv, d]`."""
+        """All pages as one pool, `[pages, page, h_kv, d]`, and scales for each batch entry."""
         pools, pages = (self.keys, self.values), self.keys.shape[1]
         b = next((x.shape[0] for x in pools if x.shape[0] != 1), 1)  # jax.vmap may have mapped one of them
         keys, values = (jnp.broadcast_to(x, (b, *x.shape[1:])).reshape(-1, *x.shape[2:]) for x in pools)
@@ -273,17 +274,20 @@ class PagedSource:
             return table if b == 1 else jnp.where((table >= 0) & (table < pages), first + table, -1)
 
         of_keys, of_values = counted(self.key_pages), counted(self.value_pages)
+        scales = self.scales
+        if scales is not None:
+            scales = jnp.broadcast_to(scales, (self.start.shape[0], *scales.shape[1:]))
         made: dict[str, Any] = {"keys": keys, "values": values, "key_pages": of_keys, "value_pages": of_values}
-        return dataclasses.replace(self, **made)
+        return dataclasses.replace(self, scales=scales, **made)
 
     def opened(self) -> "PagedSource":
         """The same keys without a window: with the bounds that it has."""
-        if not self.window:
+        if self.window is None:
             return self
         end, length, room = self.start, self.stop, self.key_pages.shape[1] * self.keys.shape[-3]
         stop = jnp.where((end > 0) & (end <= length), jnp.minimum(end, room), 0)
         start = jnp.minimum(jnp.maximum(end - self.window, 0), stop)
-        return dataclasses.replace(self, start=start, stop=stop, window=0).until_a_page_is_missing()
+        return dataclasses.replace(self, start=start, stop=stop, window=None).until_a_page_is_missing()
 
     def until_a_page_is_missing(self) -> "PagedSource":
         """The same keys up to the first page that is not there."""
@@ -325,7 +329,7 @@ def in_reach(window: int | None, s_q: Any, page: Any) -> bool:
     """True if a kernel finds itself what a step with this window sees, from pages of so many tokens."""
     if window is None or not isinstance(page, int) or not isinstance(s_q, int) or s_q != 1:
         return False
-    return window <= (BOXES - 1) * min(page & -page, LARGEST_BOX) + 1
+    return page % BOX == 0 and window <= (BOXES - 1) * min(page & -page, LARGEST_BOX) + 1
 
 
 Part = SpanSource | SelectionSource | PagedSource

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 TARGETS: Mapping[str, Any] = json.loads(Path(__file__).with_name("targets.json").read_text())
-"""The operands, results and attributes of every custom call, which `kernels/tables.py` writes of `kernels/abi.py`"""
+"""The operands, results and attributes of every custom call, which `kernels/tables.py` writes of `kernels/abi`"""
 
 _DTYPES = {  # as XLA prints them
     "bfloat16": "BF16",

@@ -1,4 +1,4 @@
-"""The ways in which attention's kernels compute, the plain one and others; `kernels/abi.py` has the same."""
+"""The ways in which attention's kernels compute, the plain one and others; `kernels/abi` has the same."""
 
 from dataclasses import dataclass
 

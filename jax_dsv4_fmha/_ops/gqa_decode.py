@@ -154,9 +154,9 @@ def _seen(
     """The entries that each query sees."""
     k, v = (x.entries.reshape(*x.entries.shape[:2], *heads) for x in (k_cache, v_cache))
     in_pages, lengths = k_cache.block_table is not None, lengths[:, None]
-    of_window = window if in_pages and not scales and window and in_reach(window, s_q, k.shape[1]) else 0
+    of_window = window if in_pages and not scales and in_reach(window, s_q, k.shape[1]) else None
     start, stop = lengths if q_offset is None else q_offset[:, None] + 1, lengths
-    if not of_window:
+    if of_window is None:
         lengths = jnp.maximum(lengths, 0)  # otherwise a subtraction might wrap around
         first = lengths - s_q if q_offset is None else q_offset[:, None]
         position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
@@ -172,4 +172,4 @@ def _seen(
         tables = (0 * lengths,) * 2
         return PagedSource(k[:, None], v[:, None], start, stop, *tables, **how)
     source = PagedSource(k[None], v[None], start, stop, k_cache.block_table, v_cache.block_table, **how)
-    return source if of_window else source.until_a_page_is_missing()
+    return source.until_a_page_is_missing() if of_window is None else source

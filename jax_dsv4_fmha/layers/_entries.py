@@ -120,7 +120,7 @@ def of_prompt(
     indexer = layer.indexer
     if indexer is None or not indexer.owns_keys:
         return shared
-    second = indexer.compressor
+    second, (x, latents) = indexer.compressor, jax.lax.stop_gradient((x, latents))  # the indexer learns alone
     of_keys = latents if second is None else second(params["indexer"]["compressor"], x, **given)
     rotated = of_indexer.rotated_keys(indexer, params["indexer"], of_keys, first, layer.rope)
     return shared._replace(keys=whole(rotated, of_indexer.rounding(indexer)))

@@ -92,9 +92,9 @@ class _Long(Part):
         return rope(kv, self.positions, self.layer.rope)
 
     def index_query(self, x: jax.Array, made: Products, keys: Any) -> IndexQuery:
-        its = self.params["indexer"]
+        its, (x, c) = self.params["indexer"], jax.lax.stop_gradient((x, made.c.query))  # it learns alone
         weights = product(x, its["weights_proj"])
-        return index_query(self.indexer, its, made.c.query, weights, self.positions, self.layer.rope, keys)
+        return index_query(self.indexer, its, c, weights, self.positions, self.layer.rope, keys)
 
     def _rope(self) -> QueryRope:
         """The `rope` of attention, by which it norms and turns q, and turns o back."""

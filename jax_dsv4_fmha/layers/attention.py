@@ -303,6 +303,9 @@ class DSV4Attention(LayerShape):
     ) -> jax.Array:
         """`jax_dsv4_fmha.indexer_loss` of the entries that a prompt's tokens saw, chosen by the indexer or given.
 
+        Only parameters of indexers have a gradient by it: what they read of the layer is as if given (DeepSeek-V3.2's
+        report, §2.1).
+
         Args:
           params: those of the call.
           out: the result of `__call__` without a cache.

@@ -10,17 +10,11 @@ CONSUMERS = 2  # warpgroups of `mha_dkdv` and `mha_dqdkdv`, of 64 keys each
 
 
 @dataclass(frozen=True)
-class DqConfig:
-    """`mha_dq`, whose CTAs walk over tiles of rows."""
+class BackwardConfig:
+    """The part of a kernel that does not depend on what its CTAs walk over; `smem_bytes` does."""
 
     d: int
     dtype: str
-    consumers: int = 2  # warpgroups, of 64 rows each
-    stages: int = 2  # of K and of V
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.consumers
 
     @property
     def row_columns(self) -> int:
@@ -31,6 +25,26 @@ class DqConfig:
     def key_columns(self) -> int:
         """Columns of K and V that a copy takes."""
         return self.d
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+
+    def __post_init__(self):
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+
+
+@dataclass(frozen=True)
+class DqConfig(BackwardConfig):
+    """`mha_dq`, whose CTAs walk over tiles of rows."""
+
+    consumers: int = 2  # warpgroups, of 64 rows each
+    stages: int = 2  # of K and of V
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.consumers
 
     @property
     def tile_n(self) -> int:
@@ -73,21 +87,10 @@ class DqConfig:
         tiles = stages_q * 2 * 2 * self.d * self.tile_m + 2 * self.stages * self.key_tile_bytes
         return 1024 + tiles + 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 * stages_q + 5 * self.stages)
 
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
-
-    def __post_init__(self):
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-
 
 @dataclass(frozen=True)
-class KeyTileConfig:
+class KeyTileConfig(BackwardConfig):
     """`mha_dkdv` and `mha_dqdkdv`, whose CTAs own tiles of keys."""
-
-    d: int
-    dtype: str
 
     adds_rows: bool = False  # whether dQ is made too
 
@@ -95,16 +98,6 @@ class KeyTileConfig:
     def tile_m(self) -> int:
         """Rows of a step, at most."""
         return 128 if self.adds_rows and self.d == 64 else 64
-
-    @property
-    def row_columns(self) -> int:
-        """Columns of Q and dO that a copy takes."""
-        return self.d
-
-    @property
-    def key_columns(self) -> int:
-        """Columns of K and V that a copy takes."""
-        return self.d
 
     @property
     def cluster(self) -> int:
@@ -181,13 +174,8 @@ class KeyTileConfig:
         small += 8 * (3 + 4 * self.adds_rows + 3 * self.stages)
         return 1024 + tiles + rows + small + 64
 
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
-
     def __post_init__(self):
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+        super().__post_init__()
         producer, consumer = self.registers
         if producer + CONSUMERS * consumer > (1 + CONSUMERS) * registers_at_launch(self.threads):
             raise ValueError(f"setmaxnreg would wait for ever for registers that a CTA does not have: {self}")

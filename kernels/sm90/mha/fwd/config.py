@@ -99,13 +99,6 @@ class Config:
         return 2 if self.smem_with(2) <= self.smem_limit and not self.q_in_registers else 1
 
     @property
-    def bounds_first(self) -> bool:
-        """True if the producer asks what queries see before it waits for Q's place. With one stage of Q the wait for
-        the keys would be as long as that for Q otherwise; a step has little else to wait for.
-        """
-        return self.stages_q == 1 or self.paged
-
-    @property
     def slots(self) -> int:
         """For the producer's findings about a tile of rows, which are read until its end, long after Q is gone."""
         return 2 * self.stages_q

@@ -172,7 +172,7 @@ class MhaFwdSm90(ForwardKernel):
         scheduler, fills0 = self.scheduler(operands, n), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
-            if cutlass.const_expr(c.bounds_first):
+            if cutlass.const_expr(c.stages_q == 1):  # otherwise the wait for the keys would be as long as that for Q
                 bounds = prefetch_span(operands, tile, c.tile_m)
             q, slot = bar.q.at(wave), wave % c.slots
             full = q.full
@@ -181,7 +181,7 @@ class MhaFwdSm90(ForwardKernel):
                 cute.arch.mbarrier_expect_tx(full, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
-            if cutlass.const_expr(not c.bounds_first):
+            if cutlass.const_expr(c.stages_q > 1):
                 bounds = prefetch_span(operands, tile, c.tile_m)
             (span,) = own_part((self.open(operands, tile, bounds),), tile, 1)
             with cute.arch.elect_one():
@@ -386,10 +386,6 @@ class MhaFwdSm90(ForwardKernel):
         warpgroup.wait_group(0)
         return rows
 
-    def read_sinks(self, w: Consumer, tile: RowTile, boxed: BoxedRows, results: RowResults) -> None:
-        """Reads the sinks of a row tile, under its last product."""
-        w.softmax.read_sinks(tile, boxed, results)
-
     @cute.jit
     def first_softmax(self, w: Consumer, scores: Scores):
         w.softmax.raise_max(scores.acc)
@@ -414,7 +410,7 @@ class MhaFwdSm90(ForwardKernel):
         v = w.bar.v.at(fill)
         v.wait_full()
         multiply(w.pv, w.out, w.p, w.b_v[None, None, None, v.index], fresh=fresh, blocks=range(scores.keys // 16))
-        self.read_sinks(w, tile, boxed, results)
+        s.read_sinks(tile, boxed, results)
         s.sum_columns()
         s.finish(tile, boxed, w.thread, results, writes_lse=True)
         warpgroup.wait_group(0)

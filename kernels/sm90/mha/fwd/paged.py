@@ -12,31 +12,26 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.launch import Shapes, i32, pointers
-from kernels.lib.rows import ROWS, WARP, BoxedRows, Extents, RowTile, extents, load
+from kernels.lib.rows import WARP, RowTile, extents, load
 from kernels.lib.softmax import RowResults
-from kernels.lib.spans import RowSpans, Span, open_span, read_span, span_of
-from kernels.lib.tile_scheduler import TileScheduler
+from kernels.lib.spans import Span, open_span, read_span
 from kernels.lib.wgmma import tma_atom, tma_tiles, zero_rows
 
 from .config import BOX, CLEARERS, LARGEST_BOX, Config
-from .kernel import L2_KEYS, Consumer, MhaFwdSm90, key_tiles
+from .kernel import MhaFwdSm90, key_tiles
 from .smem import Barriers, Shared
 
 BOX_BITS = BOX.bit_length() - 1
 
 
 class PagedOperands(NamedTuple):
-    """Query i sees the keys start[i] <= j < stop[i] of s_kv; key j is in page pages[j // page].
-
-    With a window, a sequence has one query. It has stop tokens, and start up to the query's own, of which the query
-    sees the last `window`; but none from a page on that is not in the pool.
-    """
+    """Query i sees the keys start[i] <= j < stop[i] of s_kv; key j is in page pages[j // page]."""
 
     start: cute.Pointer  # int32 [b, s_q]
     stop: cute.Pointer  # int32 [b, s_q]
@@ -46,17 +41,7 @@ class PagedOperands(NamedTuple):
     width: Int32  # pages of a sequence
     page: Int32  # keys of a page
     box: Int32  # keys of one load: a power of two, which divides a page
-    pages: Int32  # of the pool
-    window: Int32  # 0 for none; it has at most 32 boxes, with that in which it begins
-    scales: tuple  # of codes: float32 [b, h_kv, 2], of K and of V; numbers from a sequence's to the next one's
-
-
-class Boxes(NamedTuple):
-    """The places of 32 boxes of keys, of which each lane knows one."""
-
-    k_page: Int32  # -1: nowhere, and its keys are zeros
-    v_page: Int32
-    row: Int32  # of its page, in units of BOX
+    others: tuple  # of codes: scales, float32 [b, h_kv, 2], of K and of V; of a window: pages of the pool, its keys
 
 
 @dataclass(frozen=True)
@@ -64,35 +49,15 @@ class PagedSpan(Span):
     """A span whose lo is the first key of a box."""
 
     seen_from: Int32 | None = None  # the first key that a row sees
-    opened: Int32 | None = None  # lo, before a split took its part
-    boxes: Boxes | None = None  # from there on, of a window
 
     @staticmethod
-    def of(span: Span, lo: Int32, seen_from: Int32, boxes: Boxes | None = None) -> "PagedSpan":
+    def of(span: Span, lo: Int32, seen_from: Int32) -> "PagedSpan":
         rest = span.hi, span.lo_all, span.hi_all
-        return PagedSpan(span.operands, span.tile, span.tile_n, lo, *rest, 0, seen_from, lo, boxes)
+        return PagedSpan(span.operands, span.tile, span.tile_n, lo, *rest, seen_from=seen_from)
 
     def publish(self, slot: cute.Tensor) -> None:
         super().publish(slot)
         slot[4] = self.seen_from
-
-    @cute.jit
-    def of_rows(self, rows: BoxedRows) -> RowSpans:
-        start, stop = cute.make_rmem_tensor(ROWS, Int32), cute.make_rmem_tensor(ROWS, Int32)
-        if self.operands.window > 0:
-            for r in cutlass.range_constexpr(ROWS):
-                exists, _, _ = self.tile.place(rows, r)
-                start[r], stop[r] = self.seen_from * Int32(exists), self.hi * Int32(exists)
-        else:
-            for r in cutlass.range_constexpr(ROWS):
-                exists, query, _ = self.tile.place(rows, r)
-                start[r], stop[r] = span_of(self.tile, self.operands, query, exists)
-        return RowSpans(self, start, stop)
-
-
-def quotient(a: Int32, b: Int32 | int) -> Int32:
-    """Divides nonnegative numbers, as unsigned ones."""
-    return Int32(Uint32(a) // Uint32(b))
 
 
 class MhaFwdPagedSm90(MhaFwdSm90):
@@ -123,8 +88,7 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         page: Int32,
         pages: Int32,
         window: Int32,
-        s_scales: Int32,
-        scales0: cute.Pointer,  # of codes, which not every kernel reads
+        scales0: cute.Pointer,  # of codes
         stream: cuda.CUstream,
     ):
         c = self.config
@@ -132,10 +96,14 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         rows, output = self.rows(Shapes(c.d, b, n), q, o)
         of_pages = Shapes(c.d, pages, n)
         tma = (y for array in (k0, v0) for y in self.boxes(of_pages.keys(array, page)))
-        box, scales = cutlass.min(page & (0 - page), LARGEST_BOX), (scales0, s_scales) if c.stages_of_codes else ()
-        operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box, pages, window, scales)
+        box, others = cutlass.min(page & (0 - page), LARGEST_BOX), self.others(pages, window, scales0)
+        operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box, others)
         results = RowResults(sink, lse, o_parts)
         self.launch_persistent(rows, output, ((*tma, operands),), results, scale_log2, n=n, ctas=ctas, stream=stream)
+
+    def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
+        """Those that this kernel takes."""
+        return ()
 
     def boxes(self, pool: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The copies of a pool's boxes."""
@@ -143,7 +111,7 @@ class MhaFwdPagedSm90(MhaFwdSm90):
 
     def examples(self, variant: Forward) -> tuple:
         arrays = ("q", "o", "float32", "float32", "float32")
-        numbers = (i32() for _ in range(11))
+        numbers = (i32() for _ in range(10))
         return (
             *pointers(variant.dtype, *arrays),
             Float32(1.0),
@@ -158,42 +126,9 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         """Example pointers to K's and V's."""
         return pointers(variant.dtype, "keys", "keys")
 
-    def scheduler(self, operands: PagedOperands, n: Extents) -> TileScheduler:
-        """In sections where tiles of rows share keys."""
-        shared = operands.s_kv * Int32(n.tiles_of_pair > 1)
-        return TileScheduler.of(n, shared, L2_KEYS // (2 * self.config.row_bytes))
-
-    @cute.jit
     def open(self, operands: PagedOperands, tile: RowTile, bounds: tuple) -> PagedSpan:
-        x = operands
-        lo, hi, lo_all, hi_all, k_page, v_page, row = (Int32(0) for _ in range(7))
-        if x.window == 0:
-            opened = open_span(x, tile, self.config.tile_n, bounds)
-            lo, hi, lo_all, hi_all = opened.lo, opened.hi, opened.lo_all, opened.hi_all
-        else:
-            end, length = bounds[0]
-            if (end > 0) & (end <= length):
-                hi = cutlass.min(end, x.s_kv)
-            lo = cutlass.min(cutlass.max(end - x.window, 0), hi)
-            k_page, v_page, row, key = self.find(x, tile, lo & (0 - x.box), hi)
-            if (key < hi) & ((Uint32(k_page) >= Uint32(x.pages)) | (Uint32(v_page) >= Uint32(x.pages))):
-                hi = cutlass.max(key, lo)
-            hi = cute.arch.warp_redux_sync(hi, "min")
-            lo_all, hi_all = lo, hi
-        span = Span(x, tile, self.config.tile_n, lo, hi, lo_all, hi_all)
-        return PagedSpan.of(span, lo & (0 - x.box), lo, Boxes(k_page, v_page, row))
-
-    @cute.jit
-    def find(self, x: PagedOperands, tile: RowTile, first: Int32, end: Int32) -> tuple[Int32, ...]:
-        """The place of this lane's box of 32 from key `first` on, and the box's own first key. Boxes from `end` on are
-        nowhere.
-        """
-        key, table = first + cute.arch.lane_idx() * x.box, Int64(tile.batch) * x.width
-        which = quotient(key, x.page)
-        k_page, v_page, row = Int32(-1), Int32(-1), (key - which * x.page) >> BOX_BITS
-        if key < end:
-            k_page, v_page = load(x.k_pages + (table + which)), load(x.v_pages + (table + which))
-        return k_page, v_page, row, key
+        span = open_span(operands, tile, self.config.tile_n, bounds)
+        return PagedSpan.of(span, span.lo & (0 - operands.box), span.lo)
 
     def read(self, operands: PagedOperands, tile: RowTile, slot: cute.Tensor) -> PagedSpan:
         span = read_span(operands, tile, self.config.tile_n, slot)
@@ -204,15 +139,17 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         self, bar: Barriers, smem: Shared, keys: tuple, values: tuple, tile: RowTile, span: PagedSpan, fills0: Int32
     ):
         """Box by box; what comes after the last key that a row sees is zeros, as TMA makes them of a page below 0."""
-        c, x = self.config, span.operands
-        boxes, before = c.tile_n >> cute.arch.popc(x.box - 1), Int32(0)
-        k_page, v_page, row = span.boxes.k_page, span.boxes.v_page, span.boxes.row
-        if x.window > 0:
-            before = quotient(span.lo - span.opened, c.tile_n) * boxes
+        c, x, lane = self.config, span.operands, cute.arch.lane_idx()
+        boxes, table = c.tile_n // x.box, Int64(tile.batch) * x.width
+        k_page, v_page, row = Int32(-1), Int32(-1), Int32(0)
         for t in cutlass.range(key_tiles(span), unroll=1):
-            first = (before + t * boxes) % WARP
-            if (first == 0) & (x.window == 0):
-                k_page, v_page, row, _key = self.find(x, tile, span.first_key(t), span.hi)
+            first = t * boxes % WARP
+            if first == 0:
+                key = span.first_key(t) + lane * x.box
+                which = key // x.page
+                k_page, v_page, row = Int32(-1), Int32(-1), (key - which * x.page) >> BOX_BITS
+                if key < span.hi:
+                    k_page, v_page = load(x.k_pages + (table + which)), load(x.v_pages + (table + which))
             of_k, of_v = self.landings(bar, smem, fills0 + t)
             self.load_tile(keys, *of_k, tile, k_page, row, first, boxes, x.box >> BOX_BITS)
             self.load_tile(values, *of_v, tile, v_page, row, first, boxes, x.box >> BOX_BITS)
@@ -235,24 +172,6 @@ class MhaFwdPagedSm90(MhaFwdSm90):
             g, s = tma_tiles(atom, rows, of_boxes)
             cute.copy(atom, g[None, its_row], s[None, at, state.index], tma_bar_ptr=state.full)
             at += step
-
-    @cute.jit
-    def attend(
-        self,
-        w: Consumer,
-        span: PagedSpan,
-        boxed: BoxedRows,
-        o: cute.Pointer,
-        results: RowResults,
-        wave: Int32,
-        fills0: Int32,
-    ):
-        """A step has few keys for each row, and memory would be waited for at its end: sinks are asked for first."""
-        w.softmax.read_sinks(span.tile, boxed, results)
-        MhaFwdSm90.attend(self, w, span, boxed, o, results, wave, fills0)
-
-    def read_sinks(self, w: Consumer, tile: RowTile, boxed: BoxedRows, results: RowResults) -> None:
-        """`attend` has."""
 
     @cute.jit
     def clear_unseen(self, values: cute.Tensor, stage: Int32, span: PagedSpan, t: Int32, thread: Int32):

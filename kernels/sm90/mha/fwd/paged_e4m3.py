@@ -18,7 +18,7 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
@@ -130,6 +130,9 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
     def pools(self, variant: Forward) -> tuple:
         return pointers(variant.dtype, "bytes", "bytes")
 
+    def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
+        return (scales,)
+
     def landings(self, bar: Barriers, smem: Shared, fill: Int32) -> tuple[tuple, tuple]:
         return tuple((smem.codes, bar.codes.at(2 * fill + i)) for i in range(2))
 
@@ -171,8 +174,7 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         self, w: Consumer, scores: Scores, span: PagedOperands, boxed: BoxedRows, wave: Int32, fill: Int32
     ) -> RowSpans:
         tile = span.tile
-        scales, s_scales = span.operands.scales
-        place = scales + (Int64(tile.batch) * s_scales + tile.kv_head * 2)
+        place = span.operands.others[0] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
         of_keys, of_values = load(place), load(place + 1)
         w.softmax.scale_log2.fill(1.0)
         if cutlass.const_expr(self.config.q_in_registers):
