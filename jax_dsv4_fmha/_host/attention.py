@@ -19,8 +19,8 @@ An op says where keys come from. Its operands are the keys, for each source whic
 - Pages: key j of a sequence is key j % page of page `k_pages[j // page]`, int32 `[b, width]`, and its value the same of
   `v_pages`. What a query sees has pages, and a page a multiple of 8 keys.
 - A window of a step over pages: a sequence has one query, `stop` is how many tokens it has and `start` how many up to
-  the query's own, which sees the last `window` of these, at most 31 boxes and a key of pages; but nothing from a page on
-  that is not there, and nothing where there is no such token.
+  the query's own, which sees the last `window` of these, at most 31 boxes and a key of pages; but nothing from a page
+  on that is not there, and nothing where there is no such token.
 - scales: float32 `[b, h_kv, 2]`, by which the codes of K and those of V are multiplied. A code of NaN may be any
   number.
 - sink: float32 `[h_q]`, -inf for none.

@@ -18,7 +18,7 @@ from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.rows import ROWS, WARP, BoxedRows, Extents, RowTile, count, divide, load
 from kernels.lib.softmax import RowResults, Softmax
-from kernels.lib.spans import RowSpans, Span, load_span
+from kernels.lib.spans import RowSpans, load_span
 from kernels.lib.splits import own_part
 from kernels.lib.wgmma import tma_tiles
 
@@ -99,9 +99,15 @@ class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
     def produce(
         self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, values: tuple, operands: PagedOperands, n: Extents
     ):
+        """It asks where the next keys are before it loads these, since answers are late while keys are on their way."""
         c, (tma_q, mQ) = self.config, rows
         scheduler, fills0 = self.scheduler(operands, n), Int32(0)
-        end, length = load_span(operands, scheduler.tile(Int32(0)), Int32(0))
+        last, first = scheduler.waves - 1, scheduler.tile(Int32(0))
+        tokens, next_tokens = (
+            load_span(operands, tile, Int32(0)) for tile in (first, scheduler.tile(cutlass.min(last, 1)))
+        )
+        end, length = next_tokens
+        lo, hi, k_page, v_page = self.look(operands, first, *tokens)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile, q, slot = scheduler.tile(wave), bar.q.at(wave), wave % c.slots
             q.wait_empty()
@@ -109,38 +115,53 @@ class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
                 cute.arch.mbarrier_expect_tx(q.full, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
-            (span,) = own_part((self.open(operands, tile, (end, length)),), tile, 1)
+            (span,) = own_part((self.found(operands, tile, lo, hi, k_page, v_page),), tile, 1)
+            following, after = (scheduler.tile(cutlass.min(wave + i, last)) for i in (1, 2))
+            lo, hi, k_page, v_page = self.look(operands, following, end, length)
+            end, length = load_span(operands, after, Int32(0))
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
                 q.arrive_full()
-            following = scheduler.tile(cutlass.min(wave + 1, scheduler.waves - 1))
-            end, length = load_span(operands, following, Int32(0))
             self.load_keys(bar, smem, keys, values, tile, span, fills0)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
-    def open(self, operands: PagedOperands, tile: RowTile, tokens: tuple) -> WindowSpan:
-        x, (end, length), (pages, window) = operands, tokens, operands.others
-        hi = Int32(0)
+    def look(self, x: PagedOperands, tile: RowTile, end: Int32, length: Int32) -> tuple[Int32, ...]:
+        """The window [lo, hi) if all of its pages are there, and the pages of this lane's box; all loads are issued."""
+        _, window = x.others
+        hi, k_page, v_page = Int32(0), Int32(-1), Int32(-1)
         if (end > 0) & (end <= length):
             hi = cutlass.min(end, x.s_kv)
         lo = cutlass.min(cutlass.max(end - window, 0), hi)
-        first = lo & (0 - x.box)
-        key, table = first + cute.arch.lane_idx() * x.box, Int64(tile.batch) * x.width
+        key, which = self.box(x, lo)
+        if key < hi:
+            at = Int64(tile.batch) * x.width + which
+            k_page, v_page = load(x.k_pages + at), load(x.v_pages + at)
+        return lo, hi, k_page, v_page
+
+    @cute.jit
+    def box(self, x: PagedOperands, lo: Int32) -> tuple[Int32, Int32]:
+        """The first key of this lane's box, and which page of its sequence that is."""
+        key = (lo & (0 - x.box)) + cute.arch.lane_idx() * x.box
         which = key >> cute.arch.popc(x.page - 1)
         if x.page & (x.page - 1) != 0:
             which = Int32(Uint32(key) // Uint32(x.page))
-        k_page, v_page = Int32(-1), Int32(-1)
-        if key < hi:
-            k_page, v_page = load(x.k_pages + (table + which)), load(x.v_pages + (table + which))
-            if (Uint32(k_page) >= Uint32(pages)) | (Uint32(v_page) >= Uint32(pages)):
-                hi = cutlass.max(key, lo)
+        return key, which
+
+    @cute.jit
+    def found(self, x: PagedOperands, tile: RowTile, lo: Int32, hi: Int32, k_page: Int32, v_page: Int32) -> WindowSpan:
+        """What `look` found: up to the first page that is not there."""
+        pages, _ = x.others
+        key, which = self.box(x, lo)
+        if (key < hi) & ((Uint32(k_page) >= Uint32(pages)) | (Uint32(v_page) >= Uint32(pages))):
+            hi = cutlass.max(key, lo)
         hi = cute.arch.warp_redux_sync(hi, "min")
         if key >= hi:
             k_page, v_page = Int32(-1), Int32(-1)
         boxes = Boxes(k_page, v_page, (key - which * x.page) >> BOX_BITS)
-        return WindowSpan(x, tile, self.config.tile_n, first, hi, lo, hi, 0, lo, first, boxes)
+        opened = lo & (0 - x.box)
+        return WindowSpan(x, tile, self.config.tile_n, opened, hi, lo, hi, 0, lo, opened, boxes)
 
     @cute.jit
     def load_keys(
