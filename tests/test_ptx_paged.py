@@ -39,6 +39,12 @@ CODES = Subject(
     ),
     {"q": 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
 )
+WINDOW = Subject(
+    "mha_fwd_paged_window_sm_90a_d64_bfloat16",
+    {"b": 5, "s_q": 1, "s_kv": 420, "h_q": 8, "h_kv": 2, "window": 100, "page": 16},
+    PAGED.barriers,
+    PAGED.regions,
+)
 MERGE = Subject("combine_sm_90a_bfloat16", {}, "", {})
 SHIFTED = Subject(  # at d 256 codes become bfloat16
     "mha_fwd_paged_e4m3_sm_90a_d256_bfloat16", {**PAGED.case, "s_kv": 180, "width": 120}, "", {}
@@ -110,6 +116,12 @@ def values_of_keys_pages(text: str) -> str:
         return f"ld.global.b32 {m[1]}, [{m[2]}];{m[3]}ld.global.b32 {m[4]}, [{m[2]}];"
 
     return edits.replace(text, TABLE, same_table, slice(2, 3))
+
+
+def no_page_is_missing(text: str) -> str:
+    """Each lane of a window's producer knows of its own box alone."""
+    pattern = r"redux\.sync\.min\.s32\s+(%r\d+), (%r\d+), [^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};")
 
 
 def first_rows(text: str) -> str:
@@ -223,6 +235,7 @@ FAULTS = [
         r"^o is wrong in .*nan.*lse is right",
         without(NOT_CLEARED, slice(3, 4)),
     ),
+    PlantedFault("a window goes on after a missing page", WINDOW, Wrong, r"lse is wrong", no_page_is_missing),
     PlantedFault("K's scale for V", CODES, Wrong, r"^o is wrong in .*lse is right", one_scale),
     PlantedFault("codes without signs", SHIFTED, Wrong, r"lse is wrong", no_signs),
     PlantedFault("half of the shifted codes twice", SHIFTED, Wrong, r"lse is wrong", half_the_shifted_codes),
@@ -258,6 +271,6 @@ def test_is_found(fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("subject", [PAGED, CODES], ids=str)
+@pytest.mark.parametrize("subject", [PAGED, WINDOW, CODES], ids=str)
 def test_nothing_is_found_without_a_fault(subject):
     subject.judge_as_it_is()

@@ -113,9 +113,10 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and
     ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
-    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
+    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, "page": 64, **extents}
     if variant.sources == ("pages_window",):  # a query a sequence
-        given = {"window": native.WINDOW, **given, "b": given["b"] * given["s_q"], "s_q": 1}
+        page, b, s_q, s_kv = (given[name] for name in ("page", "b", "s_q", "s_kv"))
+        given = {"window": native.WINDOW, **given, "b": b * s_q, "s_q": 1, "s_kv": -(-s_kv // page) * page}
     shape, rng = Shape(d=variant.d, d_v=variant.mode.d_v, **given), np.random.default_rng(seed)
     b, s_q, _, h_q, h_kv, d, *_ = shape
 
