@@ -151,7 +151,7 @@ class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
 
     @cute.jit
     def found(self, x: PagedOperands, tile: RowTile, lo: Int32, hi: Int32, k_page: Int32, v_page: Int32) -> WindowSpan:
-        """What `look` found: up to the first page that is not there."""
+        """The window that `look` looked at, up to the first page that is not there."""
         pages, _ = x.others
         key, which = self.box(x, lo)
         if (key < hi) & ((Uint32(k_page) >= Uint32(pages)) | (Uint32(v_page) >= Uint32(pages))):
