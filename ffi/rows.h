@@ -35,9 +35,11 @@ struct Tiling {
 // Where keys come from.  A span is one interval of keys per query, pages are the same of keys in pages of a pool, like q
 // or as codes of e4m3.  A selection is a list of keys per query, gathered by index.  A packed source is a selection of
 // keys of 8 bits or fewer.  TMA loads a span if all sources are spans; otherwise the kernel gathers it too.
-enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages, kPagesE4M3, kPagesWindow };
+enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages, kPagesE4M3, kPagesWindow, kPagesE4M3Window };
 
 inline bool IsInPages(int64_t kind) { return kind >= kPages; }
+inline bool IsWindow(int64_t kind) { return kind >= kPagesWindow; }
+inline bool IsCodes(int64_t kind) { return kind == kPagesE4M3 || kind == kPagesE4M3Window; }
 
 constexpr int kMaxSources = 2;
 
@@ -185,7 +187,7 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
 // Codes come as they lie, and threads put their numbers where products want them.
 inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t box, void* address) {
   shape.b = source.pages;
-  if (source.kind != kPagesE4M3) return Keys(shape, source.s_batch, box, address);
+  if (!IsCodes(source.kind)) return Keys(shape, source.s_batch, box, address);
   shape.type = kUInt8;
   TensorArgument codes = Keys(shape, source.s_batch, box, address);
   codes.map.swizzle = kNoSwizzle, codes.map.box[0] = U32(shape.d);
@@ -239,7 +241,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   if (IsInPages(source.kind)) {
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
-    if (source.kind == kPagesWindow && (shape.s_q != 1 || source.window < 1 || source.window > 31 * box + 1)) {
+    if (IsWindow(source.kind) && (shape.s_q != 1 || source.window < 1 || source.window > 31 * box + 1)) {
       return "window is " + std::to_string(source.window) + " for s_q " + std::to_string(shape.s_q) +
              ", wanted 1 to " + std::to_string(31 * box + 1) + " for a single query";
     }

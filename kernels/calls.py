@@ -125,6 +125,13 @@ IN_PAGES = (
     *SPAN_OF_HEADS[1:],
     *TABLES_OF_PAGES,
 )
+CODES_IN_PAGES = (
+    array(f"k: {CODES}[pages page h_kv d]", "k", source=0, aligned=True),
+    array(f"v: {CODES}[pages page h_kv d]", "v", source=0, aligned=True),
+    *SPAN_OF_HEADS[1:],
+    *TABLES_OF_PAGES,
+    array("scales: f32[b h_kv 2]", "scales", source=0),  # of K and of V
+)
 SOURCES = {
     "mha_fwd": (
         array("k: T[b s_kv h_kv d]", "k", source=0),
@@ -133,13 +140,8 @@ SOURCES = {
     ),
     "mha_fwd_paged": IN_PAGES,
     "mha_fwd_paged_window": IN_PAGES,  # start and stop: how many tokens there are up to the query's, and in all
-    "mha_fwd_paged_e4m3": (
-        array(f"k: {CODES}[pages page h_kv d]", "k", source=0, aligned=True),
-        array(f"v: {CODES}[pages page h_kv d]", "v", source=0, aligned=True),
-        *SPAN_OF_HEADS[1:],
-        *TABLES_OF_PAGES,
-        array("scales: f32[b h_kv 2]", "scales", source=0),  # of K and of V
-    ),
+    "mha_fwd_paged_e4m3": CODES_IN_PAGES,
+    "mha_fwd_paged_e4m3_window": CODES_IN_PAGES,
     "mla_span_fwd": SPAN_OF_HEADS,
     "mla_sparse_fwd": selection(0, "kv", "b s_kv d"),
     "csa_fwd": window_and("csa_fwd"),
@@ -255,7 +257,7 @@ place other calls may have theirs."""
 
 TARGETS = (
     *map(attention, ("mha_fwd", "mha_fwd_paged", "mha_fwd_paged_e4m3", "mla_span_fwd")),
-    attention("mha_fwd_paged_window", window="int64"),
+    *(attention(op, window="int64") for op in ("mha_fwd_paged_window", "mha_fwd_paged_e4m3_window")),
     attention("mla_span_fwd", FEW_HEADS, span(0, "kv", "b s_kv d")),
     *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),

@@ -78,7 +78,7 @@ def has_kv_heads(op):
 
 def shapes(op):
     given = [shape for shape in SHAPES if shape.h_kv == 1 or has_kv_heads(op)]
-    return [x._replace(s_q=1, window=native.WINDOW) for x in given] if op == "mha_fwd_paged_window" else given
+    return [x._replace(s_q=1, window=native.WINDOW) for x in given] if op.endswith("window") else given
 
 
 def test_import_initialises_no_backend():
@@ -267,7 +267,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
                 assert its_map.address == ours[name]
                 assert its_map.extents == tuple(spec.extents[: spec.rank])
                 assert its_map.strides == tuple(spec.strides[: spec.rank - 1])
-                is_code = name.startswith(("k", "v")) and variant.sources == ("pages_e4m3",)
+                is_code = name.startswith(("k", "v")) and "e4m3" in variant.sources[0]
                 assert (its_map.swizzle, its_map.atom) == (SWIZZLES[spec.swizzle], 16) == (0 if is_code else 128, 16)
                 box = tuple(spec.box[: spec.rank])
                 if spec.rank == 5:  # q and o: the stub's box is a constant; ours shrinks with a small shape

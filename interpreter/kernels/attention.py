@@ -114,7 +114,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, "page": 64, **extents}
-    if variant.sources == ("pages_window",):  # a query a sequence
+    if variant.sources[0].endswith("window"):  # a query a sequence
         page, b, s_q, s_kv = (given[name] for name in ("page", "b", "s_q", "s_kv"))
         given = {"window": native.WINDOW, **given, "b": b * s_q, "s_q": 1, "s_kv": -(-s_kv // page) * page}
     shape, rng = Shape(d=variant.d, d_v=variant.mode.d_v, **given), np.random.default_rng(seed)
@@ -166,7 +166,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         in_order = kind in ("span", *PAGES)
-        if kind == "pages_window":
+        if kind.endswith("window"):
             seen = step(s_kv)
         else:
             seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
@@ -312,7 +312,7 @@ def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int) -> Keys
     """
     b, s_kv, h_kv, d = keys.k.shape
     scales = None
-    if kind == "pages_e4m3":
+    if "e4m3" in kind:
         scales = (0.125 * rng.uniform(0.01, 1, (b, h_kv, 2))).astype(np.float32)
         coded = [e4m3((x / s).astype(np.float32)) for x, s in zip((keys.k, keys.v), _of_keys(scales), strict=True)]
         meant = [x.astype(np.float64) * s for x, s in zip(coded, _of_keys(scales), strict=True)]

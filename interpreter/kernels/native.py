@@ -28,6 +28,7 @@ KINDS = {
     "pages": 3,
     "pages_e4m3": 4,
     "pages_window": 5,
+    "pages_e4m3_window": 6,
 }  # as ffi/rows.h
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
@@ -41,7 +42,7 @@ def function(variant: Forward) -> Any:
     how: dict[str, Any] = {"eps": EPS} if variant.turns else {}
     takes_packed = variant.op == "dsv4_decode" or (variant.op == "mla_sparse_fwd" and variant.mode.d_v)
     how |= {"packing": variant.packing} if takes_packed else {}
-    how |= {"window": WINDOW} if variant.sources == ("pages_window",) else {}
+    how |= {"window": WINDOW} if variant.sources[0].endswith("window") else {}
     how |= {"order": attention.ORDER} if variant.mode == FEW_HEADS else {}
     return functools.partial(attention.attention, variant.op, raw_mode(variant), **how)
 

@@ -237,8 +237,8 @@ class PagedSource:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        page, form = self.keys.shape[-3], "" if self.window is None else "_window"
-        form = form if self.scales is None else "_e4m3"
+        page, form = self.keys.shape[-3], "" if self.scales is None else "_e4m3"
+        form += "" if self.window is None else "_window"
         return (f"paged_kv{form}" if isinstance(page, int) and page % BOX == 0 else f"paged_kv{form}_in_any_pages",)
 
     @property

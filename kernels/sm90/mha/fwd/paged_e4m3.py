@@ -174,7 +174,7 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         self, w: Consumer, scores: Scores, span: PagedOperands, boxed: BoxedRows, wave: Int32, fill: Int32
     ) -> RowSpans:
         tile = span.tile
-        place = span.operands.others[0] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
+        place = span.operands.others[-1] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
         of_keys, of_values = load(place), load(place + 1)
         w.softmax.scale_log2.fill(1.0)
         if cutlass.const_expr(self.config.q_in_registers):

@@ -83,17 +83,14 @@ class EarlySinks(RoundedSoftmax):
         RoundedSoftmax.read_sinks(self, tile, boxed, results)
 
 
-class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
-    symbol = "mha_fwd_paged_window_sm90"
+class WindowSteps:
+    """The part of a kernel over keys in pages by which it finds a window."""
 
     def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
-        return pages, window
+        return (pages, window, *super().others(pages, window, scales))
 
     def scheduler(self, operands: PagedOperands, n: Extents) -> WindowScheduler:
         return WindowScheduler.of(n)
-
-    def softmax(self, scale_log2: Float32, group: Int32, n: Extents) -> Softmax:
-        return EarlySinks(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)))
 
     @cute.jit
     def produce(
@@ -129,7 +126,7 @@ class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
     @cute.jit
     def look(self, x: PagedOperands, tile: RowTile, end: Int32, length: Int32) -> tuple[Int32, ...]:
         """The window [lo, hi) if all of its pages are there, and the pages of this lane's box; all loads are issued."""
-        _, window = x.others
+        _, window, *_ = x.others
         hi, k_page, v_page = Int32(0), Int32(-1), Int32(-1)
         if (end > 0) & (end <= length):
             hi = cutlass.min(end, x.s_kv)
@@ -152,7 +149,7 @@ class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
     @cute.jit
     def found(self, x: PagedOperands, tile: RowTile, lo: Int32, hi: Int32, k_page: Int32, v_page: Int32) -> WindowSpan:
         """The window that `look` looked at, up to the first page that is not there."""
-        pages, _ = x.others
+        pages, *_ = x.others
         key, which = self.box(x, lo)
         if (key < hi) & ((Uint32(k_page) >= Uint32(pages)) | (Uint32(v_page) >= Uint32(pages))):
             hi = cutlass.max(key, lo)
@@ -179,6 +176,13 @@ class MhaFwdPagedWindowSm90(MhaFwdPagedSm90):
     def read(self, operands: PagedOperands, tile: RowTile, slot: cute.Tensor) -> WindowSpan:
         span = super().read(operands, tile, slot)
         return WindowSpan(*(getattr(span, name) for name in PagedSpan.__dataclass_fields__))
+
+
+class MhaFwdPagedWindowSm90(WindowSteps, MhaFwdPagedSm90):
+    symbol = "mha_fwd_paged_window_sm90"
+
+    def softmax(self, scale_log2: Float32, group: Int32, n: Extents) -> Softmax:
+        return EarlySinks(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)))
 
     @cute.jit
     def attend(
