@@ -338,7 +338,8 @@ def test_kernels(on_hopper, kind, name, d, window):
         ({}, 31 * 64 + 2, "mha_fwd_paged"),
         ({"page": 24}, 31 * 8 + 1, "mha_fwd_paged_window"),
         ({"page": 24}, 31 * 8 + 2, "mha_fwd_paged"),
-        ({"held": jnp.float8_e4m3fn}, 128, "mha_fwd_paged_e4m3"),
+        ({"held": jnp.float8_e4m3fn}, 128, "mha_fwd_paged_e4m3_window"),
+        ({"held": jnp.float8_e4m3fn}, None, "mha_fwd_paged_e4m3"),
     ],
 )
 def test_which_windows_a_kernel_finds(on_hopper, how, window, name):
@@ -348,7 +349,7 @@ def test_which_windows_a_kernel_finds(on_hopper, how, window, name):
     assert decision.reason.split()[0].strip(":,;") == name, decision
     f = functools.partial(gqa_decode, window=window, implementation="cubin")
     text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
-    assert bool(re.search(r"stablehlo.(minimum|maximum|reduce|select)", text)) == (name != "mha_fwd_paged_window")
+    assert bool(re.search(r"stablehlo.(minimum|maximum|reduce|select)", text)) != name.endswith("window")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -408,12 +409,13 @@ def test_kernel(case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["", "codes"])
 @pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249), (256, 24, 200)])
-def test_the_kernel_finds_what_a_window_sees(d, page, window):
+def test_the_kernel_finds_what_a_window_sees(d, page, window, dtype):
     """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
     b, pages, room = 16, 100, 8 * page
     rng = np.random.default_rng(0)
-    entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), jnp.bfloat16) for _ in range(2)]
+    entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), dtype) for _ in range(2)]
     tables = np.stack([rng.permutation(pages)[: b * 6].reshape(b, 6) for _ in range(2)]).repeat(2, -1)[..., :8]
     absent = rng.random(tables.shape) < 0.1
     tables[absent] = rng.choice([-1, pages, 2**31 - 1], absent.sum())

@@ -70,6 +70,7 @@ def test_pages_of_any_size(d, page, codes):
         judge(run.run(), x, run.scale)
 
 
+@pytest.mark.parametrize("codes", ["", "_e4m3"])
 @pytest.mark.parametrize(
     ("d", "page", "window"),
     [
@@ -80,9 +81,9 @@ def test_pages_of_any_size(d, page, codes):
         ),
     ],
 )
-def test_a_window_of_a_step(d, page, window):
+def test_a_window_of_a_step(d, page, window, codes):
     """The kernel finds it: up to 32 boxes, tokens without room, a query without a token, and pages that are missing."""
-    kernel = Subject(f"mha_fwd_paged_window_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
+    kernel = Subject(f"mha_fwd_paged{codes}_window_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
     for splits, seed in ((1, 0), (1, 1), (2, 2)):
         sizes = {"b": 5, "s_q": 1, "s_kv": page * -(-500 // page), "h_q": 6, "h_kv": 2, "page": page, "window": window}
         x = attention.operands(kernel.variant, seed=seed, **sizes)

@@ -52,9 +52,7 @@ class WindowSpan(PagedSpan):
 
 @dataclass(frozen=True)
 class WindowScheduler:
-    """Tiles in order: CTA c of g takes c, g + c, ... With one tile of rows for a batch entry and KV head, that is one
-    division.
-    """
+    """Tiles of one query, in order: CTA c of g takes c, g + c, ..."""
 
     n: Extents
     waves: Int32  # in which this CTA has a tile
@@ -67,9 +65,8 @@ class WindowScheduler:
         n, i = self.n, wave * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
         i, split = divide(i, n.splits)
         pair, tile = divide(i, n.tiles_of_pair)
-        outer, inner = divide(tile, n.tiles_inner)
         batch, head = divide(pair, n.h_kv)
-        return RowTile(n, split, batch, head, inner * n.box_inner, outer * n.box_outer)
+        return RowTile(n, split, batch, head, tile * n.box_inner, Int32(0))
 
 
 @dataclass(frozen=True)
@@ -99,23 +96,21 @@ class WindowSteps:
         """It asks where the next keys are before it loads these, since answers are late while keys are on their way."""
         c, (tma_q, mQ) = self.config, rows
         scheduler, fills0 = self.scheduler(operands, n), Int32(0)
-        last, first = scheduler.waves - 1, scheduler.tile(Int32(0))
-        tokens, next_tokens = (
-            load_span(operands, tile, Int32(0)) for tile in (first, scheduler.tile(cutlass.min(last, 1)))
-        )
-        end, length = next_tokens
-        lo, hi, k_page, v_page = self.look(operands, first, *tokens)
+        split, batch, head, inner, end, length = self.known(operands, scheduler, Int32(0))
+        lo, hi, k_page, v_page = self.look(operands, batch, end, length, Int32(0))
         for wave in cutlass.range(scheduler.waves, unroll=1):
-            tile, q, slot = scheduler.tile(wave), bar.q.at(wave), wave % c.slots
+            of_tile = (cute.arch.shuffle_sync(x, wave % WARP) for x in (split, batch, head, inner))
+            tile, q, slot = RowTile(n, *of_tile, Int32(0)), bar.q.at(wave), wave % c.slots
             q.wait_empty()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(q.full, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
             (span,) = own_part((self.found(operands, tile, lo, hi, k_page, v_page),), tile, 1)
-            following, after = (scheduler.tile(cutlass.min(wave + i, last)) for i in (1, 2))
-            lo, hi, k_page, v_page = self.look(operands, following, end, length)
-            end, length = load_span(operands, after, Int32(0))
+            if wave + 1 < scheduler.waves:
+                if (wave + 1) % WARP == 0:
+                    split, batch, head, inner, end, length = self.known(operands, scheduler, wave + 1)
+                lo, hi, k_page, v_page = self.look(operands, batch, end, length, (wave + 1) % WARP)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
@@ -124,16 +119,25 @@ class WindowSteps:
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
-    def look(self, x: PagedOperands, tile: RowTile, end: Int32, length: Int32) -> tuple[Int32, ...]:
-        """The window [lo, hi) if all of its pages are there, and the pages of this lane's box; all loads are issued."""
+    def known(self, x: PagedOperands, scheduler: WindowScheduler, first: Int32) -> tuple[Int32, ...]:
+        """The places of this CTA's tiles from `first` on, of which each lane knows one, and their sequences' tokens."""
+        tile = scheduler.tile(cutlass.min(first + cute.arch.lane_idx(), scheduler.waves - 1))
+        return tile.split, tile.batch, tile.kv_head, tile.inner0, *load_span(x, tile, Int32(0))
+
+    @cute.jit
+    def look(self, x: PagedOperands, batches: Int32, ends: Int32, lengths: Int32, place: Int32) -> tuple[Int32, ...]:
+        """The window [lo, hi), if all of its pages are there, of the tile that the lane at `place` knows, and the pages
+        of this lane's box: loads, for `found`.
+        """
         _, window, *_ = x.others
+        batch, end, length = (cute.arch.shuffle_sync(y, place) for y in (batches, ends, lengths))
         hi, k_page, v_page = Int32(0), Int32(-1), Int32(-1)
         if (end > 0) & (end <= length):
             hi = cutlass.min(end, x.s_kv)
         lo = cutlass.min(cutlass.max(end - window, 0), hi)
         key, which = self.box(x, lo)
         if key < hi:
-            at = Int64(tile.batch) * x.width + which
+            at = Int64(batch) * x.width + which
             k_page, v_page = load(x.k_pages + at), load(x.v_pages + at)
         return lo, hi, k_page, v_page
 
