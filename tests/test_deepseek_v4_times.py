@@ -12,6 +12,7 @@ import pytest
 from examples.deepseek_v4 import common, mfu, packed, parts, speed, stand_in, whole
 from examples.deepseek_v4.model import SPLIT, Model
 from jax_dsv4_fmha import PackedMatrix
+from jax_dsv4_fmha._host import library
 
 
 def test_speed_s_parameters_in_a_checkpoint_s_form():
@@ -63,6 +64,14 @@ def test_parts_of_a_program():
     want = {"dot.1": "moe", "fusion.2": "norm", "dot.3": "products", "add.4": "rest"}
     want = {(f"jit_{program}", name): part for program in "fg" for name, part in want.items()}
     assert parts.by_operation(text) == want | {("jit_g", "dot.1"): "head"}
+
+
+def test_sums_over_devices_are_collectives() -> None:
+    """A step has them by kernels of ours, in whatever scope, whose symbols the profiler tells."""
+    symbols = [row["symbol"] for row in library.manifest()["variants"] if row["op"] == "all_reduce"]
+    if not symbols:
+        pytest.skip("the library has no kernels for H100 and H200")
+    assert all(parts.KERNELS["collectives"].search(symbol) for symbol in symbols)
 
 
 def test_the_first_layers_of_a_config():

@@ -413,6 +413,21 @@ def test_among_likeliest():
     assert kept.any(-1).all() and not kept[top_p < 1].all()
 
 
+@pytest.mark.gpu
+def test_a_gpu_chooses_as_a_cpu(cuda):
+    """Among V4's 129280 tokens, for requests of all kinds side by side."""
+    rng, b = np.random.default_rng(0), 64
+    logits = rng.normal(0, 3, (b, 2, 129280)).astype(np.float32)
+    after, seed = rng.integers(0, 8192, (b, 2), np.int32), rng.integers(0, 2**32, b, np.uint32)
+    temperature, top_p = rng.choice(np.float32([0, 0.3, 1, 2]), b), rng.choice(np.float32([1e-9, 0.5, 0.95, 1]), b)
+    operands = logits, after, temperature, top_p, seed
+    got, want = (jax.jit(choose)(*jax.device_put(operands, device)) for device in (cuda, jax.devices("cpu")[0]))
+    np.testing.assert_array_equal(got, want)
+    likeliest = logits.argmax(-1)
+    assert (np.asarray(want)[temperature == 0] == likeliest[temperature == 0]).all()
+    assert (np.asarray(want) != likeliest).mean() > 0.2
+
+
 def test_a_call_has_no_branch():
     """Outside of a CUDA graph the host would wait for the number on the device by which a program branches."""
     serving = server(places=2, rounds=4)

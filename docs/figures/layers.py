@@ -259,7 +259,7 @@ def whole_steps() -> str:
 
 def whole_parts() -> str:
     """Where the devices' time of a call goes, by part of the model."""
-    rows = [row for row in WHOLE["rows"] if "parts" in row]
+    rows = WHOLE["of_parts"]["rows"]
     sums = {part: sum(row["parts"].get(part, 0) for row in rows) for row in rows for part in row["parts"]}
     parts = sorted(sums, key=lambda part: -sums[part])
     cells = ([row["work"], *(f"{row['parts'].get(part, 0):.1f}" for part in parts)] for row in rows)

@@ -14,7 +14,7 @@ SCOPES = ("indexer", "compressor", "attention", "connections", "moe", "norm", "a
 SCOPE = re.compile(rf"\b({'|'.join(SCOPES)})\b")
 KERNELS = {
     "experts": re.compile(r"group_rows|grouped_product|expert_(outer_)?product"),
-    "collectives": re.compile(r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective"),
+    "collectives": re.compile(r"nccl|all[-_]reduce|all-gather|reduce-scatter|all-to-all|collective"),
 }
 """parts whose kernels tell what they are, whatever their scope"""
 PRODUCT = re.compile(r"few_rows_product|unpack_matrix|dot_general|gemm|nvjet|cutlass")
