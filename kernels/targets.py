@@ -39,11 +39,6 @@ def axes() -> list[str]:
     return list(dict.fromkeys(n for n in names if not n.isdigit()))
 
 
-def states() -> list[str]:
-    """The types of states that calls have, by their names."""
-    return list(dict.fromkeys(t.state for t in TARGETS if t.state))
-
-
 @cache
 def fields(calls: str) -> tuple[list[str], list[str], int]:
     """The names of a family's arrays of each source of keys, those of the others, and the number of sources."""

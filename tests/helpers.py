@@ -75,6 +75,12 @@ def assert_right(got: Any, want: Any, tolerances: Any = KERNEL) -> None:
         assert verdict.passed, verdict
 
 
+def assert_close(got: Any, want: Any, **tolerance: float) -> None:
+    """Results equal `want` within the rounding of float32."""
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
+
+
 def assert_maps(step: Any, q: jax.Array, caches: Any, mapped: str, assert_alike: Any = assert_right) -> None:
     """A step of generation under jax.vmap is one after the other; mapped: "all", or "q alone"."""
     f, qs, axes = jax.jit(step), jnp.stack([q, -q]), 0 if mapped == "all" else None

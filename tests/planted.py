@@ -16,6 +16,7 @@ from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, native
 from interpreter.kernels.launch import Kernel, launch
 from interpreter.kernels.verdict import judge
+from interpreter.machine.copies import TensorMap
 from interpreter.machine.hazards import Fault
 from interpreter.machine.state import SMEM_BASE
 from tests import wrong_answers
@@ -114,6 +115,12 @@ def arrive_at_once(text: str) -> str:
 def keys_unfenced(text: str) -> str:
     """No fences before products whose operands other threads wrote."""
     return edits.replace(text, r"fence\.proxy\.async\.shared::cta;(\s+wgmma\.fence)", lambda m: m[1])
+
+
+def longer_tile(tensor: TensorMap) -> TensorMap:
+    """A tile of rows that overlap others goes on after its end."""
+    d, rows, *others = tensor.extents
+    return dataclasses.replace(tensor, extents=(d, rows + 1, *others))
 
 
 def constants(**changed: int) -> Callable[[str], str]:

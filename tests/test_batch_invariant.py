@@ -236,7 +236,7 @@ SPANS = {  # of two queries: what each sees of a window, and of entries, if ther
 }
 
 
-def spans_and_lists(name, h, extents=None):
+def spans_and_lists(name, h):
     """o and lse of one launch over spans, and of one that gathers the same keys; they grow, so that maxima rise in the
     last tiles. What no query sees is NaN.
     """
@@ -250,7 +250,7 @@ def spans_and_lists(name, h, extents=None):
     first, length = np.transpose([(lo, hi - lo) for lo, hi in far or ((0, 0), (0, 0))])
     listed = keys(kv[1], (first[:, None] + np.arange(200))[None], length[None])
     return (
-        attend(f"{'hca' if far else 'mla_span'}_fwd_{MANY}", q, *spans, **(extents or {})),
+        attend(f"{'hca' if far else 'mla_span'}_fwd_{MANY}", q, *spans),
         attend(f"csa_fwd_{MANY}", q, spans[0], listed),
     )
 

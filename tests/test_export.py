@@ -15,6 +15,8 @@ from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers.documents import PackedBlocks
 from tests.test_layers import MODELS
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
 """sizes of the axes; a case says which stay symbolic"""
 
@@ -72,13 +74,6 @@ def operand(axes, seed):
     if axes == "bsx":
         return jnp.asarray(rng.integers(-2, SIZES["t"], shape), jnp.int32)
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_to_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,15 +12,12 @@ from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, quantize_cac
 from jax_dsv4_fmha._definitions import e4m3, packed
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
-from kernels.abi import Forward
-from kernels.variants import VARIANTS
 from tests import retrieval
 from tests.helpers import assert_right, normal
 
 E4M3_PRODUCTS, BF16_ROPE = e4m3.PRODUCTS
 ROPE = e4m3.ROPE
 LOG2_E = np.log2(np.e)
-E4M3_KERNELS = [v for v in VARIANTS if isinstance(v, Forward) and v.mode.is_e4m3]
 
 
 def operands(b=2, s_q=12, h=3, s_c=40, topk=20, d=64, std=1.0, dtype=jnp.bfloat16):
@@ -539,7 +536,7 @@ def test_a_layer_with_products():
 @pytest.mark.slow
 def test_a_needle_is_found(capsys):
     """By a model that learned to in bfloat16, in a smaller size than docs/lab/fp8-prompts.md has."""
-    _, (found,) = retrieval.main(n=128, steps=150, b=2, queries=32, tests=1)
+    _, (found,) = retrieval.main(n=96, steps=120, b=2, queries=32, tests=1)
     assert capsys.readouterr().out.count("entries: loss") > 9
     assert found["bfloat16"]["right"] > 0.8
     for numbers in found.values():

@@ -43,6 +43,8 @@ from jax_dsv4_fmha._definitions.experts import CODES, SLAB_BYTES
 from jax_dsv4_fmha._definitions.slabs import SLAB, TILE
 
 N = 2  # sizes of an axis that vmap or scan maps
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 OF_A_MODEL = {
     "m": 6,
     "u": 4,
@@ -519,11 +521,9 @@ def cases(draw: st.DrawFn, op: str) -> Case:
 
 
 @pytest.fixture(autouse=True)
-def quick_to_compile():
-    """Each program is compiled for one run, and not kept."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def programs_are_not_kept():
+    """Each is compiled for one run."""
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()
 
 

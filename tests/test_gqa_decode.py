@@ -16,6 +16,7 @@ from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import HeadsStepCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import (
+    assert_close,
     assert_gradient_on_the_reference_alone,
     assert_maps,
     assert_right,
@@ -35,11 +36,6 @@ K, V = (cache.entries.reshape(B, -1, H_KV, D) for cache in CONTIGUOUS)
 CACHES = {"contiguous": CONTIGUOUS, "paged": PAGED}
 WINDOWS = {"all": None, "window": 4}
 step = functools.partial(gqa_decode, sink=SINK)
-
-
-def assert_close(got, want):
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def span(positions, window):

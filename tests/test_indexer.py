@@ -387,10 +387,10 @@ def test_gradients_of_what_is_chosen_are_none():
     assert all((g == 0).all() for g in jax.grad(f, (0, 1, 2))(q, k, weights))
 
 
-def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
+def kernel_operands(dtype=jnp.bfloat16, s_q=37, s_c=600, h=64):
     rng = np.random.default_rng(3)
-    q, k = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((b, s_q, h, 128), (b, s_c, 128)))
-    weights = jnp.asarray(rng.standard_normal((b, s_q, h)), jnp.float32)
+    q, k = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((2, s_q, h, 128), (2, s_c, 128)))
+    weights = jnp.asarray(rng.standard_normal((2, s_q, h)), jnp.float32)
     if dtype == jnp.float8_e4m3fn:
         return quantize_indexer(q, k, weights)
     return q.astype(dtype), k.astype(dtype), weights

@@ -123,7 +123,6 @@ CHANGES = {
     "as a list": lambda inside, key: inside.update({key: [inside[key]]}),
     "not a number": lambda inside, key: inside.update({key: float("nan")}),
 }
-CASES = [(name, path, change) for name, config in CONFIGS.items() for path in places(config) for change in CHANGES]
 
 
 def complaint(config, changed):

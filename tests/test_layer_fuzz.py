@@ -62,11 +62,16 @@ def model(name):
     params = [random_params(layer, i) for i, layer in enumerate(layers)]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((PLACES, LENGTH, layers[0].hidden)), jnp.float32)
     x = x.astype(jnp.bfloat16) if name == "kernels" else x
-    shared, whole = Shared(), []
-    for layer, p in zip(layers, params, strict=True):
-        out = layer(p, x, shared=shared)
-        shared, whole = shared.after(out), [*whole, np.asarray(out.y)]
-    return layers, params, np.asarray(x), whole
+
+    @jax.jit
+    def whole(x):
+        shared, ys = Shared(), []
+        for layer, p in zip(layers, params, strict=True):
+            out = layer(p, x, shared=shared)
+            shared, ys = shared.after(out), [*ys, out.y]
+        return ys
+
+    return layers, params, np.asarray(x), [*map(np.asarray, whole(x))]
 
 
 @functools.cache
@@ -163,19 +168,25 @@ def test_kept(history):
     check(history)
 
 
+@jax.jit
+def rows(part):
+    """What a cache or a state has at every position of a sequence."""
+    every = jnp.broadcast_to(jnp.arange(LENGTH + 2 * STEPS, dtype=jnp.int32), (PLACES, LENGTH + 2 * STEPS))
+    return last_tokens(part, every) if isinstance(part, RunningSums) else part.take(every)
+
+
 def read_later(layer, cache, n, place):
     """Returns what later tokens of a sequence of n tokens read of its caches and its compressors' states."""
 
     def taken(part, first, last):
-        positions = jnp.broadcast_to(jnp.arange(first, last, dtype=jnp.int32), (PLACES, last - first))
-        return (last_tokens(part, positions) if isinstance(part, RunningSums) else part.take(positions))[place]
+        return np.asarray(rows(part))[place, first:last]
 
     found = [taken(cache.window, max(0, n - layer.window), n)]
     for part in (cache.compressed, cache.keys):
         found += [] if part is None else [taken(part, 0, n // layer.ratio)]
     for part, compressor in ((cache.tokens, layer.compressor), (cache.key_tokens, layer.indexer)):
         if isinstance(part, RunningSums):
-            found += [part.sums[place], part.folded[place]]
+            found += [np.asarray(x)[place] for x in (part.sums, part.folded)]
         if part is not None:
             compressor = getattr(compressor, "compressor", compressor)
             reach = part.capacity if isinstance(part, RunningSums) else compressor.reach

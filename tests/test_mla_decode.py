@@ -15,6 +15,7 @@ from jax_dsv4_fmha import Cache, Span, dequantize_cache, explain, fmha, mla_deco
 from jax_dsv4_fmha._testing.attention import LatentStepCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import (
+    assert_close,
     assert_gradient_on_the_reference_alone,
     assert_maps,
     assert_right,
@@ -32,11 +33,6 @@ PAGED, CONTIGUOUS = Cache(POOL, TABLE), Cache(POOL[TABLE].reshape(B, 9, D))
 INDICES = jnp.asarray(np.random.default_rng(3).integers(-2, 10, (B, S_Q, 6)), jnp.int32)
 CACHES = {"contiguous": CONTIGUOUS, "paged": PAGED}
 step = functools.partial(mla_decode, d_v=D_V, sink=SINK)
-
-
-def assert_close(got, want, **tolerance):
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
 def packed(paged=True, b=2, page=4, seed=5):

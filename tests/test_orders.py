@@ -214,11 +214,11 @@ def test_a_wait_that_may_pass_in_several_phases() -> None:
 # ---- kernels
 
 
-def skeleton_of(name: str, case: str = "turns") -> Skeleton:
+def skeleton_of(name: str) -> Skeleton:
     kernel = Kernel.of(command.find(name))
-    x = cases.operands(kernel.variant, kernel.facts["tile_n"], case)
+    x = cases.operands(kernel.variant, kernel.facts["tile_n"], "turns")
     assert x is not None
-    return recorded(launch(kernel, x, processors=cases.PROCESSORS[case]).machine)
+    return recorded(launch(kernel, x, processors=cases.PROCESSORS["turns"]).machine)
 
 
 def without(x: Skeleton, line: int) -> Skeleton:

@@ -21,7 +21,7 @@ from interpreter.machine.reductions import add_cleared
 from interpreter.machine.state import Machine, new_memory
 
 SEEDS = range(3)
-BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+BF16 = ml_dtypes.bfloat16
 RNG = np.random.default_rng(0)
 
 

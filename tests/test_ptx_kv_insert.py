@@ -13,6 +13,7 @@ from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import OutOfBounds, Race, Undefined
 from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from kernels.abi import KvInsert
+from tests.test_ptx_rope import a_lane_s_own_sum
 
 BUILT = {v.key: v for v in native.built(KvInsert)}
 TOKENS = {"lengths": (9, 0, 1, 30), "s": 2}  # with an idle place, and a sequence that begins; a ring that has run over
@@ -150,12 +151,6 @@ def test_scales_of_groups():
     x.norm[128:256] = 1e-35
     tiny = run(x)[0][0, 2 * 656 + 512 :][:16].view(np.float32)
     assert tiny[1] == np.float32(2**-100) * np.float32(1 / 448)  # the least
-
-
-def a_lane_s_own_sum(text):
-    """Numbers from the lane 16 lanes away are lost."""
-    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 16,[^;]*;"
-    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
 
 
 def greatest_of_fewer_lanes(text):

@@ -23,6 +23,7 @@ from tests.planted import (
     arrive_at_once,
     constants,
     keys_unfenced,
+    longer_tile,
     run_with,
     without,
 )
@@ -132,12 +133,6 @@ def named_barrier_count(text: str) -> str:
 def without_rope(tensor: TensorMap) -> TensorMap:
     """Keys end where values do, and zeros follow."""
     return dataclasses.replace(tensor, extents=(512, *tensor.extents[1:]))
-
-
-def longer_tile(tensor: TensorMap) -> TensorMap:
-    """A tile of keys that overlap others goes on after its end."""
-    d, keys, *others = tensor.extents
-    return dataclasses.replace(tensor, extents=(d, keys + 1, *others))
 
 
 FAULTS = [

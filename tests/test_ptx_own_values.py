@@ -2,15 +2,12 @@
 interpreter must find and name each.
 """
 
-import dataclasses
-
 import pytest
 
 from interpreter import edits
 from interpreter.faults import PlantedFault
-from interpreter.machine.copies import TensorMap
 from interpreter.machine.hazards import Deadlock, Misuse, OutOfBounds, Race
-from tests.planted import KIB, SEEDS, Subject, constants, run_with, without
+from tests.planted import KIB, SEEDS, Subject, constants, longer_tile, run_with, without
 from tests.symptoms import EARLY, early, late
 
 OWN_VALUES = Subject(  # five tiles of 32 keys: the last pair has no odd one
@@ -21,12 +18,6 @@ OWN_VALUES = Subject(  # five tiles of 32 keys: the last pair has no odd one
     {"q": 64 * KIB, "k": 2 * 32 * KIB, "v": 2 * 32 * KIB, "p": 2 * 4 * KIB, "max": 512},
 )
 LOAD = r"cp\.async\.bulk"
-
-
-def longer_tile(tensor: TensorMap) -> TensorMap:
-    """A tile of values that overlap others goes on after its end."""
-    d, keys, *others = tensor.extents
-    return dataclasses.replace(tensor, extents=(d, keys + 1, *others))
 
 
 def to_itself(text: str) -> str:

@@ -24,10 +24,6 @@ BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8
 RNG = np.random.default_rng(0)
 
 
-def run(body, source=None, **given):
-    return Handwritten(body, source, target="sm_100a", **given).interpret()
-
-
 # ---- products
 
 

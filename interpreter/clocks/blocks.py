@@ -23,7 +23,6 @@ from .costs import Cost
 class Block:
     order: Sequence[int]  # instructions, as they are issued
     end: int  # the instruction after the last
-    jumps: bool  # whether its last one does
     groups: dict[int, Group]  # by place in the order: the arithmetic that begins there
 
 
@@ -83,7 +82,7 @@ class Blocks:
             else:
                 row.append(n)
         close(len(order))
-        return Block(order, end, is_jump(self.code.program.code[end - 1]), groups)
+        return Block(order, end, groups)
 
     def predecessors(self, first: int, end: int) -> list[dict[int, float]]:
         """Returns for each instruction of a block those before it, and how many clocks after their issue it may go."""

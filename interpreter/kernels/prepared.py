@@ -71,30 +71,20 @@ class Prepared:
 
     @staticmethod
     def of_scores_at(kernel: Kernel[IndexerScoresAt], x: indexer.ProblemAt) -> Prepared:
-        call = indexer.CallAt(kernel, x)
-
-        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
-            return call.machine(seed=seed, record=record), call.judge
-
-        return Prepared(f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}", make)
+        return _of_call(indexer.CallAt(kernel, x), f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}")
 
     @staticmethod
     def of_scores_within(kernel: Kernel[IndexerScoresWithin], x: indexer_within.Problem) -> Prepared:
-        call = indexer_within.Call(kernel, x)
-
-        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
-            return call.machine(seed=seed, record=record), call.judge
-
-        return Prepared(f"queries {x.keys.q.shape}, {x.blocks.shape[2]} blocks of keys {x.keys.k.shape}", make)
+        return _of_call(
+            indexer_within.Call(kernel, x),
+            f"queries {x.keys.q.shape}, {x.blocks.shape[2]} blocks of keys {x.keys.k.shape}",
+        )
 
     @staticmethod
     def of_probabilities(kernel: Kernel[Probabilities], x: probabilities.Problem, processors: int) -> Prepared:
-        call = probabilities.Call(kernel, x, processors)
-
-        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
-            return call.machine(seed=seed, record=record), call.judge
-
-        return Prepared(f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}", make)
+        return _of_call(
+            probabilities.Call(kernel, x, processors), f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}"
+        )
 
     @staticmethod
     def of_gradients(kernel: Kernel[MlaBackward], x: gradients.Operands, processors: int) -> Prepared:
@@ -157,3 +147,7 @@ class Prepared:
             return Prepared.of_gradients(kernel, gradients.of_attention(x, v.d**-0.5), processors)
         x = long.operands(v, tile_m, keys, queries=queries, heads=heads)
         return Prepared.of_attention(kernel, x, processors, known=all(source.pool is None for source in x.sources))
+
+
+def _of_call(call: indexer.CallAt | indexer_within.Call | probabilities.Call, shape: str) -> Prepared:
+    return Prepared(shape, lambda seed, record: (call.machine(seed=seed, record=record), call.judge))

@@ -20,8 +20,7 @@ class State(NamedTuple):
 
 @dataclass
 class Search:
-    states: int
-    whole: bool  # whether there are no others
+    whole: bool  # whether it has been in all states
     ends: list[State]  # in which nothing can go on
     wrong: list[str]  # what somebody did in another phase than in the run
 
@@ -90,11 +89,11 @@ class World:
 
     # ----
 
-    def search(self, start: State | None = None, limit: int = 100_000) -> Search:
-        """All states, or so many."""
-        first = self.start() if start is None else start
+    def search(self) -> Search:
+        """All states, or the first 100 000."""
+        first = self.start()
         seen, ahead, ends, wrong = {first}, [first], list[State](), dict[str, None]()
-        while ahead and len(seen) < limit:
+        while ahead and len(seen) < 100_000:
             s, stuck = ahead.pop(), True
             for move in self.moves(s):
                 stuck = False
@@ -105,7 +104,7 @@ class World:
                     ahead.append(new)
             if stuck:
                 ends.append(s)
-        return Search(len(seen), not ahead, ends, list(wrong))
+        return Search(not ahead, ends, list(wrong))
 
     def until(self, d: Deviation) -> State:
         """The state in which all has happened that a deviation needs, and nothing else."""

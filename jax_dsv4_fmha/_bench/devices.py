@@ -9,7 +9,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -70,6 +70,8 @@ class DevicesRow(Row):
 class SequenceRow(DevicesRow):
     """A prompt or a gradient of one sequence, whose tokens the devices share."""
 
+    op = "DSV4Attention"
+
     tokens: int
     ratio: int
     has_gradient: bool = False
@@ -84,10 +86,6 @@ class SequenceRow(DevicesRow):
     @property
     def name(self) -> str:
         return f"{self.of_one.name} over {self.devices} devices" + ", zigzag" * self.is_zigzag
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def flops(self) -> float:
@@ -125,6 +123,8 @@ class LongCacheRow(DevicesRow):
     In a program of several layers each begins after the one before. All read one cache, which is too large for L2.
     """
 
+    op = "long_cache"
+
     b: int
     tokens: int
     ratio: int = 4
@@ -139,10 +139,6 @@ class LongCacheRow(DevicesRow):
         layers = f", {self.layers} layers" * (self.layers > 1)
         after = f"step of ratio {self.ratio} after {self.tokens}, b{self.b}"
         return f"{after}{layers}, the cache over {self.devices} devices"
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "long_cache", **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def flops(self) -> float:

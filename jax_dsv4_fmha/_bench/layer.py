@@ -5,14 +5,16 @@ the sum of its splits, and what unpacks its matrix. Every other kernel has the n
 with `jax.named_scope`; a fusion has the name of its last operation.
 """
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import Cache, quantize_cache
 from .._cli.report import table as as_table
@@ -37,10 +39,18 @@ PRODUCTS, OTHER = "products", "other"
 PARTS = ("attention", "indexer", "compressor", "append", "rope", "norm")
 
 
+@functools.cache
+def _of_matrices(layer: DSV4Attention) -> int:
+    """The number of numbers in all matrices."""
+    params = jax.eval_shape(layer.init, jax.random.key(0))
+    return sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerRow(Row):
     """A prompt, its gradient, or a step of generation, in one kind of layer."""
 
+    op = "DSV4Attention"
     kernels_named_by = "hlo_op"
 
     b: int
@@ -61,10 +71,6 @@ class LayerRow(Row):
         return f"{what} {kind}, {work}" + ", FP8" * (self.cache != "bfloat16")
 
     @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
-
-    @property
     def is_step(self) -> bool:
         return self.s_q != self.s_kv
 
@@ -80,7 +86,8 @@ class LayerRow(Row):
     def flops(self) -> float:
         """Products with all matrices and with the visible keys."""
         layer = self.layer
-        return self.passes * (2.0 * self.b * self.s_q * sum(self._matrices) + 4.0 * layer.d * layer.heads * self._seen)
+        of_keys = 4.0 * layer.d * layer.heads * self._seen
+        return self.passes * (2.0 * self.b * self.s_q * _of_matrices(layer) + of_keys)
 
     @property
     def bytes(self) -> float:
@@ -88,7 +95,7 @@ class LayerRow(Row):
         layer = self.layer
         cached = layer.d * self._seen if self.is_step else 0
         saved = sum(x.size for x in jax.tree.leaves(self._params) if x.dtype == jnp.uint8) if self.packed else 0
-        return self.passes * (2.0 * (sum(self._matrices) + 2 * self.b * self.s_q * layer.hidden + cached) - saved)
+        return self.passes * (2.0 * (_of_matrices(layer) + 2 * self.b * self.s_q * layer.hidden + cached) - saved)
 
     def _made(self, key: jax.Array) -> Any:
         params = self.layer.init(key, jnp.bfloat16)
@@ -100,17 +107,13 @@ class LayerRow(Row):
         return jax.eval_shape(self._made, jax.random.key(0))
 
     @property
-    def _matrices(self) -> list[int]:
-        return [x.size for x in jax.tree.leaves(jax.eval_shape(self.layer.init, jax.random.key(0))) if x.ndim > 1]
-
-    @property
     def _seen(self) -> int:
         """The number of pairs of a query and a key that it sees."""
-        layer, positions = self.layer, range(self.s_kv - self.s_q, self.s_kv)
-        past = sum((p + 1) // self.ratio for p in positions) if self.ratio else 0
+        layer, tokens = self.layer, np.arange(self.s_kv - self.s_q, self.s_kv) + 1
+        past = tokens // self.ratio if self.ratio else np.zeros_like(tokens)
         if layer.indexer is not None:
-            past = sum(min((p + 1) // self.ratio, layer.indexer.topk) for p in positions)
-        return self.b * (past + sum(min(p + 1, layer.window) for p in positions))
+            past = np.minimum(past, layer.indexer.topk)
+        return self.b * int(past.sum() + np.minimum(tokens, layer.window).sum())
 
     @property
     def sets(self) -> int:
@@ -196,6 +199,7 @@ class StackRow(Row):
     Layers of a kind share parameters. Each has a cache of its own, and takes the sum of what came before it.
     """
 
+    op = "DSV4Attention"
     kernels_named_by = "hlo_op"
 
     b: int
@@ -209,10 +213,6 @@ class StackRow(Row):
         kind = "" if self.ratio is None else f" {_kind(self.ratio)}"
         what = f"{len(self.layers)} layers{kind}, step after {self.s_kv}, b{self.b}"
         return what + ", FP8" * (self.cache != "bfloat16")
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def layers(self) -> list[LayerRow]:

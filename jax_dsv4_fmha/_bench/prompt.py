@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ class PromptRow(Row):
     says of a chunk's program.
     """
 
+    op = "DSV4Attention"
+
     tokens: int
     ratio: int
     cache: str = "bfloat16"
@@ -44,10 +46,6 @@ class PromptRow(Row):
         kind = f"of ratio {self.ratio}" if self.ratio else "with a window alone"
         chunks = f"prompt of {self.tokens} by chunks of {self.chunk}"
         return f"layer {kind}, {chunks}" + ", FP8" * (self.cache != "bfloat16")
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def flops(self) -> float:

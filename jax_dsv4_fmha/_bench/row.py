@@ -38,10 +38,12 @@ class Row(ABC):
     def bytes(self) -> float:
         """The bytes moved if each operand is read once and each result written once."""
 
+    op: ClassVar[str]
+
     @property
-    @abstractmethod
     def case(self) -> dict[str, Any]:
         """The op and sizes that a record has."""
+        return {"op": self.op, **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @property
     def calls(self) -> "set[CallRow]":
@@ -69,12 +71,6 @@ class Row(ABC):
 @dataclass(frozen=True, kw_only=True)
 class CallRow(Row):
     """One call of an op."""
-
-    op: ClassVar[str]
-
-    @property
-    def case(self) -> dict[str, Any]:
-        return {"op": self.op, **{name: x for name, x in asdict(self).items() if name != "peers"}}
 
     @abstractmethod
     def operands(self, key: jax.Array) -> Operands:
