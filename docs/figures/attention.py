@@ -31,7 +31,9 @@ from .records import (
 
 
 def dsv4() -> str:
-    return table("layer | µs | TFLOP/s | of the roofline | two passes / ours", rows_of(FORWARD, "dsv4", "two_pass"))
+    """Layers of 64 heads or more; fewer have a page of their own."""
+    rows = [row for row in rows_of(FORWARD, "dsv4", "two_pass") if re.search(r" h(64|128)\b", row[0])]
+    return table("layer | µs | TFLOP/s | of the roofline | two passes / ours", rows)
 
 
 def dense() -> str:
@@ -133,39 +135,40 @@ _FEW = NOTED["few heads, a layer"]
 
 def few_heads_bound() -> str:
     """Times beside what bounds them, and beside FlashMLA's 64 heads, to which fewer are padded."""
-    queries, keys, processors, names = 4096, 640, 132, (f"of {n} b1 s4096 h" for n in (8192, 65536))
+    queries, keys, processors = 4096, 640, 132
     tiles, rows = queries * keys / 64 / processors, []
-    roof, padded = zip(
-        *(
-            (row_of(FORWARD, f"{name}16"), row_of(PEERS, f"{name}64"))
-            for name in map("d 512 window 128 + top-k 512 {}".format, names)
-        ),
-        strict=True,
-    )
     both = lambda texts: " / ".join(texts)  # noqa: E731
-    for heads, times in _FEW["us"].items():
-        shared = tiles * _FEW["clocks of shared memory, a tile of 64 keys"][heads] / _FEW["GHz"] / 1e3
-        least = (row["flops"] / row["matmul_flops_per_s"] * int(heads) / 16e-6 for row in roof)
+    whole = lambda times: both(f"{us:.0f}" for us in times)  # noqa: E731
+    name = "d 512 window 128 + top-k 512 of {} b1 s4096 h{}"
+    pair = lambda record, heads: [row_of(record, name.format(n, heads)) for n in (8192, 65536)]  # noqa: E731
+    padded = [seconds(row, "flashmla") for row in pair(PEERS, 64)]
+    for heads, clocks in _FEW["clocks of shared memory, a tile of 64 keys"].items():
+        timed = pair(FORWARD, heads)
         rows.append(
             [
                 heads,
-                both(map(str, times)),
-                both(map(str, _FEW["gathering alone, us"])),
-                f"{shared:.0f}",
-                both(percent(x / us) for x, us in zip(least, times, strict=True)),
-                both(f"{seconds(row, 'flashmla') * 1e6 / us:.2f}" for row, us in zip(padded, times, strict=True)),
+                whole(ours(row) * 1e6 for row in timed),
+                whole(_FEW["gathering alone, us"]),
+                f"{tiles * clocks / _FEW['GHz'] / 1e3:.0f}",
+                both(share(row) for row in timed),
+                both(f"{them / ours(row):.2f}" for them, row in zip(padded, timed, strict=True)),
             ]
         )
     header = "heads | µs | gathering alone | shared memory | of the roofline | FlashMLA's 64 heads / ours"
     near, far = (queries * keys * 1024 / us / 1e6 for us in _FEW["gathering alone, us"])
-    asked = both(map(str, _FEW["asked for 16 heads, us"]))
+    asked = whole(_FEW["asked for 16 heads, us"])
+    places = _FEW["clocks of a tile of 64 keys, 32 heads, by pieces of keys a CTA"]
+    row = pair(FORWARD, 32)[0]
+    asked_of_32 = row["flops"] / row["matmul_flops_per_s"] * 1e6 / 0.6
     return (
         table(header, rows)
         + "\n\n"
         + wrapped(f"""L2 gives {near:.1f} TB/s, and {far:.1f} of 65536 entries, which it does not hold. For 16 heads {asked} µs were asked:
     gathering alone takes more than the second, and either bound as much as the first. A CTA's chain from keys to P to O uses both in
     turns, and the other CTA hides a part. A trial had one CTA an SM, whose two queries shared a ring of keys: 16 heads took
-    {both(map(str, _FEW["one ring, us"]))} µs.""")
+    {whole(_FEW["one ring, us"])} µs. For 32 heads 60 % of the roofline were asked, {asked_of_32:.0f} µs: shared memory takes
+    as much, and gathering alone more of 65536 entries. With room for 8 pieces of keys a CTA in place of 4 a tile would take
+    {percent(1 - places["8"] / places["4"])} less, by the interpreter's clocks, for shared memory would be busy.""")
     )
 
 

@@ -364,6 +364,7 @@ SUITES = (
             dense(128, 2, 8192, 16, 16),
             causal(128, 2, 8192, 16, 16, dtype="float16"),
             causal(256, 2, 8192, 8, 1),
+            *(causal(d, 1, 8192, 64, 8, peers=("cudnn",)) for d in (64, 128)),  # as in gpt-oss, in Qwen 3
             causal(128, 1, 512, 16, 16),
             causal(128, 64, 128, 16, 16),
         ),
@@ -374,6 +375,7 @@ SUITES = (
         (
             *(window(512, 1, 4096, h, 1, has_sink=True, peers=_BOTH_ORDERS) for h in (128, 64, 16)),
             window(128, 2, 8192, 16, 1),
+            window(64, 1, 8192, 64, 8, has_sink=True, peers=("cudnn",)),
         ),
     ),
 )

@@ -127,6 +127,7 @@ SUITE = Suite(
             ("cudnn", "deterministic"),
             causal(64, 4, 8192, 16, 16),
             causal(128, 2, 8192, 16, 16),
+            *(causal(d, 1, 8192, 64, 8) for d in (64, 128)),
         ),
         *_rows(
             ("cudnn",),  # their gradients are deterministic already

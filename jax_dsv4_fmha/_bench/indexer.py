@@ -399,6 +399,7 @@ SUITE = Suite(
         *(ChoiceRow(s_c=s_c, dtype="float8_e4m3fn") for s_c in (8192, 16384)),
         *(ChoiceRow(s_c=s_c, dtype="bfloat16", peers=_XLA) for s_c in (8192, 16384)),
         *(StepRow(b=64, s_q=2, s_c=16384, dtype=t) for t in _DTYPES),
+        *(StepRow(b=b, s_q=1, s_c=262144, dtype=t) for t in _DTYPES for b in (1, 8)),
         *(TopkRow(s_c=s_c, topk=k, peers=_XLA) for k in (512, 1024) for s_c in (8192, 16384)),
         TopkRow(b=64, s_q=2, s_c=16384, peers=_XLA),
         *(ChoiceRow(s_q=32768, s_c=8192, dtype=t, ratio=ratio) for t in _DTYPES for ratio in (4, 0)),
