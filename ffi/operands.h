@@ -227,8 +227,10 @@ AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits)
                         .s_kv = k[is_pool ? 0 : 1],
                         .s_batch = is_pool ? 0 : k[1],
                         .topk = from.size() == 3 ? from[2] : 0,
-                        .pages = 0};
+                        .pages = 0,
+                        .window = 0};
     if (IsInPages(shape.sources[i].kind)) shape.sources[i].s_kv = n.width * n.page, shape.sources[i].pages = n.pages;
+    if constexpr (requires { call.window; }) shape.sources[i].window = call.window;
   }
   return shape;
 }

@@ -35,9 +35,11 @@ struct Tiling {
 // Where keys come from.  A span is one interval of keys per query, pages are the same of keys in pages of a pool, like q
 // or as codes of e4m3.  A selection is a list of keys per query, gathered by index.  A packed source is a selection of
 // keys of 8 bits or fewer.  TMA loads a span if all sources are spans; otherwise the kernel gathers it too.
-enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages, kPagesE4M3 };
+enum SourceKind : int64_t { kSpan, kSelection, kPacked, kPages, kPagesE4M3, kPagesWindow, kPagesE4M3Window };
 
-inline bool IsInPages(int64_t kind) { return kind == kPages || kind == kPagesE4M3; }
+inline bool IsInPages(int64_t kind) { return kind >= kPages; }
+inline bool IsWindow(int64_t kind) { return kind >= kPagesWindow; }
+inline bool IsCodes(int64_t kind) { return kind == kPagesE4M3 || kind == kPagesE4M3Window; }
 
 constexpr int kMaxSources = 2;
 
@@ -46,7 +48,8 @@ struct SourceShape {
   // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys and those in pages, between pages.
   int64_t s_batch;
   int64_t topk;   // entries of a selection
-  int64_t pages;  // of a pool, where keys are in pages
+  int64_t pages;   // of a pool, where keys are in pages
+  int64_t window;  // of a step over such keys, whose kernel finds what a query sees
 };
 
 // What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q. Their first d_v numbers are values.
@@ -184,7 +187,7 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
 // Codes come as they lie, and threads put their numbers where products want them.
 inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t box, void* address) {
   shape.b = source.pages;
-  if (source.kind == kPages) return Keys(shape, source.s_batch, box, address);
+  if (!IsCodes(source.kind)) return Keys(shape, source.s_batch, box, address);
   shape.type = kUInt8;
   TensorArgument codes = Keys(shape, source.s_batch, box, address);
   codes.map.swizzle = kNoSwizzle, codes.map.box[0] = U32(shape.d);
@@ -238,6 +241,10 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   if (IsInPages(source.kind)) {
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
+    if (IsWindow(source.kind) && (shape.s_q != 1 || source.window < 1 || source.window > 31 * box + 1)) {
+      return "window is " + std::to_string(source.window) + " for s_q " + std::to_string(shape.s_q) +
+             ", wanted 1 to " + std::to_string(31 * box + 1) + " for a single query";
+    }
     if (shape.h_kv > max_heads / source.s_batch) {
       return TooLarge("page * h_kv", source.s_batch * shape.h_kv, max_heads);
     }
@@ -266,6 +273,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     x->k_pages = at.k_pages, x->v_pages = at.v_pages;
     x->page = I32(source.s_batch), x->box = I32(box);
     x->width = I32(source.s_kv / std::max<int64_t>(source.s_batch, 1));
+    x->pages = I32(source.pages), x->window = I32(source.window);
     x->scales = at.scales;
   }
   return "";

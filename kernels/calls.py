@@ -119,25 +119,29 @@ def codes_of(op: str, precision: str) -> Arrays:
 
 SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
 TABLES_OF_PAGES = tuple(array(f"{name}: s32[b width]", name, source=0) for name in ("k_pages", "v_pages"))
+IN_PAGES = (
+    array("k: T[pages page h_kv d]", "k", source=0),
+    array("v: T[pages page h_kv d]", "v", source=0),
+    *SPAN_OF_HEADS[1:],
+    *TABLES_OF_PAGES,
+)
+CODES_IN_PAGES = (
+    array(f"k: {CODES}[pages page h_kv d]", "k", source=0, aligned=True),
+    array(f"v: {CODES}[pages page h_kv d]", "v", source=0, aligned=True),
+    *SPAN_OF_HEADS[1:],
+    *TABLES_OF_PAGES,
+    array("scales: f32[b h_kv 2]", "scales", source=0),  # of K and of V
+)
 SOURCES = {
     "mha_fwd": (
         array("k: T[b s_kv h_kv d]", "k", source=0),
         array("v: T[b s_kv h_kv d]", "v", source=0),
         *SPAN_OF_HEADS[1:],
     ),
-    "mha_fwd_paged": (
-        array("k: T[pages page h_kv d]", "k", source=0),
-        array("v: T[pages page h_kv d]", "v", source=0),
-        *SPAN_OF_HEADS[1:],
-        *TABLES_OF_PAGES,
-    ),
-    "mha_fwd_paged_e4m3": (
-        array(f"k: {CODES}[pages page h_kv d]", "k", source=0, aligned=True),
-        array(f"v: {CODES}[pages page h_kv d]", "v", source=0, aligned=True),
-        *SPAN_OF_HEADS[1:],
-        *TABLES_OF_PAGES,
-        array("scales: f32[b h_kv 2]", "scales", source=0),  # of K and of V
-    ),
+    "mha_fwd_paged": IN_PAGES,
+    "mha_fwd_paged_window": IN_PAGES,  # start and stop: how many tokens there are up to the query's, and in all
+    "mha_fwd_paged_e4m3": CODES_IN_PAGES,
+    "mha_fwd_paged_e4m3_window": CODES_IN_PAGES,
     "mla_span_fwd": SPAN_OF_HEADS,
     "mla_sparse_fwd": selection(0, "kv", "b s_kv d"),
     "csa_fwd": window_and("csa_fwd"),
@@ -253,6 +257,7 @@ place other calls may have theirs."""
 
 TARGETS = (
     *map(attention, ("mha_fwd", "mha_fwd_paged", "mha_fwd_paged_e4m3", "mla_span_fwd")),
+    *(attention(op, window="int64") for op in ("mha_fwd_paged_window", "mha_fwd_paged_e4m3_window")),
     attention("mla_span_fwd", FEW_HEADS, span(0, "kv", "b s_kv d")),
     *map(attention, ("mla_sparse_fwd", "csa_fwd", "hca_fwd")),
     *(attention(op, ROTARY) for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")),

@@ -61,8 +61,9 @@ TILING = each(
 """How the rows of q are cut into tiles: `kernels.lib.rows.Extents`."""
 
 
-PAGES = ("pages", "pages_e4m3")
-"""Kinds of sources with an interval of keys per query, which are in pages, as q or as codes of e4m3."""
+PAGES = ("pages", "pages_e4m3", "pages_window", "pages_e4m3_window")
+"""Kinds of sources with an interval of keys per query, which are in pages, as q or as codes of e4m3. Of a window the
+kernel finds it."""
 
 
 def gathers(sources: tuple[str, ...]) -> bool:
@@ -75,9 +76,10 @@ def params_of_span(i: int) -> Params:
 
 
 def params_of_pages(i: int, kind: str) -> Params:
-    """The tables that name a source's pages, and their sizes; of codes the scales."""
+    """The tables that name a source's pages, and their sizes; of a window its width, and of codes the scales."""
     tables = each("address", "k_pages", "v_pages", source=i) + each("int32", "width", "page", "box", source=i)
-    return tables + each("address", *["scales"] * (kind == "pages_e4m3"), source=i)
+    tables += each("int32", *["pages", "window"] * kind.endswith("window"), source=i)
+    return tables + each("address", *["scales"] * ("e4m3" in kind), source=i)
 
 
 def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool, all_gathered: bool = False) -> Params:

@@ -117,8 +117,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(Forward("mha_fwd", "sm_90a", MHA_512, 512, dtype) for dtype in DTYPES),
     *(
-        Forward(f"mha_fwd_paged{codes}", "sm_90a", f"{MHA_PAGED}{codes}", d, dtype)
-        for codes in ("", "_e4m3")
+        Forward(f"mha_fwd_paged{form}", "sm_90a", f"{MHA_PAGED}{form}", d, dtype)
+        for form in ("", "_e4m3", "_window", "_e4m3_window")
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),

@@ -324,6 +324,30 @@ def test_kernels(on_hopper, kind, name, d, window):
         assert read == written, found  # only another name for the same bytes
 
 
+@pytest.mark.parametrize(
+    "how, window, name",
+    [
+        ({}, 128, "mha_fwd_paged_window"),
+        ({}, None, "mha_fwd_paged"),
+        ({"s_q": 2}, 128, "mha_fwd_paged"),
+        ({}, 31 * 64 + 1, "mha_fwd_paged_window"),
+        ({}, 31 * 64 + 2, "mha_fwd_paged"),
+        ({"page": 24}, 31 * 8 + 1, "mha_fwd_paged_window"),
+        ({"page": 24}, 31 * 8 + 2, "mha_fwd_paged"),
+        ({"held": jnp.float8_e4m3fn}, 128, "mha_fwd_paged_e4m3_window"),
+        ({"held": jnp.float8_e4m3fn}, None, "mha_fwd_paged_e4m3"),
+    ],
+)
+def test_which_windows_a_kernel_finds(on_hopper, how, window, name):
+    """Of one token, with at most 32 boxes of a page: then nothing else runs that XLA would make a kernel of."""
+    x = shapes("paged", **{"s_q": 1, **how})
+    (decision,) = explain(functools.partial(gqa_decode, window=window), *x)
+    assert decision.reason.split()[0].strip(":,;") == name, decision
+    f = functools.partial(gqa_decode, window=window, implementation="cubin")
+    text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    assert bool(re.search(r"stablehlo.(minimum|maximum|reduce|select)", text)) != name.endswith("window")
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("kind", CACHES)
@@ -377,3 +401,26 @@ def test_cases_hold_what_steps_have():
 @pytest.mark.parametrize("case", [c for c in STEPS if c.has_kernel], ids=lambda case: case.id)
 def test_kernel(case):
     assert_right_twice(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["", "codes"])
+@pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249), (256, 24, 200)])
+def test_the_kernel_finds_what_a_window_sees(d, page, window, dtype):
+    """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
+    b, pages, room = 16, 100, 8 * page
+    rng = np.random.default_rng(0)
+    entries = [jnp.asarray(rng.standard_normal((pages, page, 2 * d)), dtype) for _ in range(2)]
+    tables = np.stack([rng.permutation(pages)[: b * 6].reshape(b, 6) for _ in range(2)]).repeat(2, -1)[..., :8]
+    absent = rng.random(tables.shape) < 0.1
+    tables[absent] = rng.choice([-1, pages, 2**31 - 1], absent.sum())
+    caches = [Cache(x, jnp.asarray(table, jnp.int32)) for x, table in zip(entries, tables, strict=True)]
+    lengths = jnp.asarray([*rng.integers(1, room + 1, b - 4), 0, -5, room + 9, 2**31 - 1], jnp.int32)
+    q = jnp.asarray(rng.standard_normal((b, 1, 8, d)), jnp.bfloat16)
+    for q_offset in (None, jnp.maximum(lengths, 2) - 2 + jnp.arange(b, dtype=jnp.int32) % 3):
+        how = {"window": window, "q_offset": q_offset}
+        got, want = (gqa_decode(q, *caches, lengths, implementation=x, **how) for x in ("cubin", "reference"))
+        assert (want[1] == -jnp.inf).any() and jnp.isfinite(want[1]).any()
+        np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(*(x[0].astype(jnp.float32) for x in (got, want)), rtol=0.02, atol=0.02)

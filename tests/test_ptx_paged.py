@@ -12,7 +12,7 @@ import pytest
 from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import attention
-from interpreter.kernels.launch import launch
+from interpreter.kernels.launch import combine, launch
 from interpreter.kernels.verdict import Wrong, judge
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
 from tests.planted import KIB, SEEDS, Subject, constants, run_with, without
@@ -39,6 +39,13 @@ CODES = Subject(
     ),
     {"q": 8 * KIB, "k": STAGES * 16 * KIB, "v": STAGES * 16 * KIB, "codes": PLACES * 8 * KIB},
 )
+WINDOW = Subject(
+    "mha_fwd_paged_window_sm_90a_d64_bfloat16",
+    {"b": 5, "s_q": 1, "s_kv": 420, "h_q": 8, "h_kv": 2, "window": 100, "page": 16},
+    PAGED.barriers,
+    PAGED.regions,
+)
+MERGE = Subject("combine_sm_90a_bfloat16", {}, "", {})
 SHIFTED = Subject(  # at d 256 codes become bfloat16
     "mha_fwd_paged_e4m3_sm_90a_d256_bfloat16", {**PAGED.case, "s_kv": 180, "width": 120}, "", {}
 )
@@ -61,6 +68,30 @@ def test_pages_of_any_size(d, page, codes):
         x = attention.operands(kernel.variant, seed=seed, **sizes)
         run = launch(kernel, x, seed=seed, processors=2)
         judge(run.run(), x, run.scale)
+
+
+@pytest.mark.parametrize("codes", ["", "_e4m3"])
+@pytest.mark.parametrize(
+    ("d", "page", "window"),
+    [
+        (64, 24, 130),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((64, 8, 249), (128, 64, 128), (128, 16, 1), (256, 192, 300))
+        ),
+    ],
+)
+def test_a_window_of_a_step(d, page, window, codes):
+    """The kernel finds it: up to 32 boxes, tokens without room, a query without a token, and pages that are missing."""
+    kernel = Subject(f"mha_fwd_paged{codes}_window_sm_90a_d{d}_bfloat16", {}, "", {}).kernel
+    for splits, seed in ((1, 0), (1, 1), (2, 2)):
+        sizes = {"b": 5, "s_q": 1, "s_kv": page * -(-500 // page), "h_q": 6, "h_kv": 2, "page": page, "window": window}
+        x = attention.operands(kernel.variant, seed=seed, **sizes)
+        run = launch(kernel, x, seed=seed, processors=2, splits=splits)
+        results = run.run()
+        if splits > 1:
+            results = combine(MERGE.kernel, run, seed=seed).run()
+        judge(results, x, run.scale)
 
 
 def test_small_probabilities_count():
@@ -86,6 +117,12 @@ def values_of_keys_pages(text: str) -> str:
         return f"ld.global.b32 {m[1]}, [{m[2]}];{m[3]}ld.global.b32 {m[4]}, [{m[2]}];"
 
     return edits.replace(text, TABLE, same_table, slice(2, 3))
+
+
+def no_page_is_missing(text: str) -> str:
+    """Each lane of a window's producer knows of its own box alone."""
+    pattern = r"redux\.sync\.min\.s32\s+(%r\d+), (%r\d+), [^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};")
 
 
 def first_rows(text: str) -> str:
@@ -199,6 +236,7 @@ FAULTS = [
         r"^o is wrong in .*nan.*lse is right",
         without(NOT_CLEARED, slice(3, 4)),
     ),
+    PlantedFault("a window goes on after a missing page", WINDOW, Wrong, r"lse is wrong", no_page_is_missing),
     PlantedFault("K's scale for V", CODES, Wrong, r"^o is wrong in .*lse is right", one_scale),
     PlantedFault("codes without signs", SHIFTED, Wrong, r"lse is wrong", no_signs),
     PlantedFault("half of the shifted codes twice", SHIFTED, Wrong, r"lse is wrong", half_the_shifted_codes),
@@ -234,6 +272,6 @@ def test_is_found(fault):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("subject", [PAGED, CODES], ids=str)
+@pytest.mark.parametrize("subject", [PAGED, WINDOW, CODES], ids=str)
 def test_nothing_is_found_without_a_fault(subject):
     subject.judge_as_it_is()

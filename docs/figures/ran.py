@@ -81,18 +81,19 @@ NOT_RECORDED = "not recorded"
 
 def _timed(row: dict[str, Any]) -> str:
     """The newest record that has a time of one of these kernels, else a note by hand. Records name no commit."""
-    found = [record for record in TIMED if set(row["symbols"]) & set(_symbols(record))]
+    found = [(day, record) for record in TIMED for symbol, day in _symbols(record) if symbol in row["symbols"]]
     if not found:
         return _noted(row.get("timed"))
-    newest = max(found, key=lambda record: str(record["date"]))
-    return f"{newest['devices'][0]['name'].split()[1]}, {newest['date'][:10]}"
+    day, newest = max(found, key=lambda x: x[0])
+    return f"{newest['devices'][0]['name'].split()[1]}, {day}"
 
 
-def _symbols(record: dict[str, Any]) -> Iterator[str]:
-    """The kernels that a record times: `mha_fwd_sm90_0` is the first launch of mha_fwd_sm90."""
+def _symbols(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The kernels that a record times, and the day: `mha_fwd_sm90_0` is the first launch of mha_fwd_sm90."""
     for row in record["rows"]:
         for times in row["times"].values():
-            yield from (name.rsplit("_", 1)[0] for name in times.get("kernels", {}))
+            day = str(row.get("date", record["date"]))[:10]
+            yield from ((name.rsplit("_", 1)[0], day) for name in times.get("kernels", {}))
 
 
 def machine_code() -> str:

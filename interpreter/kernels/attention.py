@@ -113,7 +113,10 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and
     ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
-    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
+    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, "page": 64, **extents}
+    if variant.sources[0].endswith("window"):  # a query a sequence
+        page, b, s_q, s_kv = (given[name] for name in ("page", "b", "s_q", "s_kv"))
+        given = {"window": native.WINDOW, **given, "b": b * s_q, "s_q": 1, "s_kv": -(-s_kv // page) * page}
     shape, rng = Shape(d=variant.d, d_v=variant.mode.d_v, **given), np.random.default_rng(seed)
     b, s_q, _, h_q, h_kv, d, *_ = shape
 
@@ -133,6 +136,20 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         j = np.arange(s_kv)
         return start, stop, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
 
+    def step(s_kv: int) -> tuple[Array, Array, Array]:
+        """The number of tokens up to the query's own, and in all: some without room, a query without its token,
+        and keys from a page on that is missing.
+        """
+        end = rng.integers(1, s_kv + 1, (b, s_q), dtype=np.int32)
+        end[0] = s_kv + 7
+        length = end + rng.integers(0, 3, end.shape, dtype=np.int32)
+        length[2::3] = end[2::3] - 1
+        stop = np.where(end <= length, np.minimum(end, s_kv), 0)
+        start = np.minimum(np.maximum(end - shape.window, 0), stop)
+        stop[1::3] = np.maximum(stop[1::3] // shape.page * shape.page, start[1::3])
+        j = np.arange(s_kv)
+        return end, length, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
+
     def selection(s_kv: int) -> tuple[Array, Array, Array]:
         absent = np.array([-1, s_kv, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
         indices = rng.integers(0, s_kv, (b, s_q, shape.topk))
@@ -149,7 +166,10 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         in_order = kind in ("span", *PAGES)
-        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
+        if kind.endswith("window"):
+            seen = step(s_kv)
+        else:
+            seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)
         if kind in PACKED:
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
@@ -292,7 +312,7 @@ def in_pages(rng: np.random.Generator, kind: str, keys: Keys, page: int) -> Keys
     """
     b, s_kv, h_kv, d = keys.k.shape
     scales = None
-    if kind == "pages_e4m3":
+    if "e4m3" in kind:
         scales = (0.125 * rng.uniform(0.01, 1, (b, h_kv, 2))).astype(np.float32)
         coded = [e4m3((x / s).astype(np.float32)) for x, s in zip((keys.k, keys.v), _of_keys(scales), strict=True)]
         meant = [x.astype(np.float64) * s for x, s in zip(coded, _of_keys(scales), strict=True)]

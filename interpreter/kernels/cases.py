@@ -86,7 +86,12 @@ CASES = tuple(PROCESSORS)
 
 def operands(variant: Forward, tile_n: int, case: str) -> attention.Operands | None:
     given = extents(variant, tile_n, case)
-    if given is None or (case == "mixed" and variant.sources[0] in PACKED):  # kernels whose keys `mixed` cannot make
+    made_elsewhere = variant.sources[0] in (
+        *PACKED,
+        "pages_window",
+        "pages_e4m3_window",
+    )  # keys that `mixed` cannot make
+    if given is None or (case == "mixed" and made_elsewhere):
         return None
     x = attention.operands(variant, **given)
     return mixed(x, variant, tile_n) if case == "mixed" else x

@@ -21,10 +21,19 @@ from kernels.params import KINDS as KIND_BYTES
 from kernels.params import PAGES
 from kernels.variants import VARIANTS
 
-KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2), "pages": 3, "pages_e4m3": 4}  # as ffi/rows.h counts
+KINDS = {
+    "span": 0,
+    "selection": 1,
+    **dict.fromkeys(PACKED, 2),
+    "pages": 3,
+    "pages_e4m3": 4,
+    "pages_window": 5,
+    "pages_e4m3_window": 6,
+}  # as ffi/rows.h
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
 EPS = 16.0  # of norms of q; large enough to matter
+WINDOW = 90  # of steps whose kernel finds what a window sees
 T = TypeVar("T", bound=Variant)
 
 
@@ -33,6 +42,7 @@ def function(variant: Forward) -> Any:
     how: dict[str, Any] = {"eps": EPS} if variant.turns else {}
     takes_packed = variant.op == "dsv4_decode" or (variant.op == "mla_sparse_fwd" and variant.mode.d_v)
     how |= {"packing": variant.packing} if takes_packed else {}
+    how |= {"window": WINDOW} if variant.sources[0].endswith("window") else {}
     how |= {"order": attention.ORDER} if variant.mode == FEW_HEADS else {}
     return functools.partial(attention.attention, variant.op, raw_mode(variant), **how)
 
@@ -94,6 +104,7 @@ class Shape(NamedTuple):
     page: int = 64  # entries of packed keys, or keys of a page
     d_v: int = 0  # 0 for d
     pages: int = 1  # of a pool of keys
+    window: int = 0  # of a step over such keys
 
 
 # ---- C++ structs
@@ -596,7 +607,7 @@ def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
     given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), source_count=len(kinds))
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
         s_batch = shape.page if kind in (*PACKED, *PAGES) else s_kv
-        extents = {"s_kv": s_kv, "s_batch": s_batch, "topk": shape.topk, "pages": shape.pages}
+        extents = {"s_kv": s_kv, "s_batch": s_batch, "topk": shape.topk, "pages": shape.pages, "window": shape.window}
         given.sources[i] = filled("SourceShape", kind=KINDS[kind], **extents)
     return ctypes.byref(given)
 

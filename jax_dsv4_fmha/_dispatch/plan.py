@@ -211,7 +211,7 @@ def launch(q: jax.Array, sources: Sequence[Source], modes: Sequence[AttentionMod
     attributes: dict[str, Any] = {"order": raw.ORDER} if is_ordered else {}
     attributes |= {} if row.packing is None else {"packing": row.packing}
     (first, *_) = keys.parts
-    attributes |= {"most": first.width} if isinstance(first, PagedSource) else {}
+    attributes |= {"most": first.width, "window": first.window} if isinstance(first, PagedSource) else {}
     attributes |= {name: value for x in modes for name, value in x.attributes.items()}
     if is_ordered and mode == PLAIN and _by_columns(row.op, q, raw.keys_of(row.op, operands), row.packing or ""):
         mode = BY_COLUMNS

@@ -20,8 +20,10 @@ from .op import ONE_OR_B, Arrays, Axes, Halo
 
 ROWS = "b s_q"
 
-BOX = 8
-"""keys that a kernel loads at a time, at least; pages have whole ones"""
+BOX, LARGEST_BOX = 8, 64
+"""keys that a kernel loads at a time, from a page; pages have whole ones of at least these"""
+BOXES = 32
+"""whose places a kernel finds together"""
 
 
 @functools.partial(
@@ -201,7 +203,7 @@ class SelectionSource:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "start", "stop", "key_pages", "value_pages", "scales"),
-    meta_fields=("names", "width"),
+    meta_fields=("names", "width", "window"),
 )
 @dataclasses.dataclass(frozen=True)
 class PagedSource:
@@ -216,6 +218,9 @@ class PagedSource:
         None where keys have q's dtype.
       names: the caller's names of keys and values.
       width: the most keys that the queries of a batch entry see, as far as they are known while tracing.
+      window: that of a step of one query: then `stop` is how many tokens a sequence has, and `start` how many up to the
+        query's own. It sees the last `window` of these, as far as they have room; but nothing from a page on that is
+        not there, and nothing if the sequence has no such token.
     """
 
     keys: jax.Array
@@ -227,12 +232,14 @@ class PagedSource:
     scales: jax.Array | None = None
     names: tuple[str, str] = ("k_cache", "v_cache")
     width: int | None = None
+    window: int | None = None
     d_v: ClassVar[None] = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        page, codes = self.keys.shape[-3], "" if self.scales is None else "_e4m3"
-        return (f"paged_kv{codes}" if isinstance(page, int) and page % BOX == 0 else f"paged_kv{codes}_in_any_pages",)
+        page, form = self.keys.shape[-3], "" if self.scales is None else "_e4m3"
+        form += "" if self.window is None else "_window"
+        return (f"paged_kv{form}" if isinstance(page, int) and page % BOX == 0 else f"paged_kv{form}_in_any_pages",)
 
     @property
     def description(self) -> tuple[str, ...]:
@@ -273,10 +280,31 @@ class PagedSource:
         made: dict[str, Any] = {"keys": keys, "values": values, "key_pages": of_keys, "value_pages": of_values}
         return dataclasses.replace(self, scales=scales, **made)
 
+    def opened(self) -> "PagedSource":
+        """The same keys without a window: with the bounds that it has."""
+        if self.window is None:
+            return self
+        end, length, room = self.start, self.stop, self.key_pages.shape[1] * self.keys.shape[-3]
+        stop = jnp.where((end > 0) & (end <= length), jnp.minimum(end, room), 0)
+        start = jnp.minimum(jnp.maximum(end - self.window, 0), stop)
+        return dataclasses.replace(self, start=start, stop=stop, window=None).until_a_page_is_missing()
+
+    def until_a_page_is_missing(self) -> "PagedSource":
+        """The same keys up to the first page that is not there."""
+        page, pages = self.keys.shape[-3], self.keys.shape[-4]
+        tables = self.key_pages, self.value_pages
+        held = [(x >= 0) & (x < pages) for x in tables]
+        begins = jnp.arange(tables[0].shape[1], dtype=jnp.int32) * page
+        ends_it = ~(held[0] & held[1])[:, None] & (begins + page > self.start[..., None])
+        # the least of all in one pass, in which XLA makes start too
+        start, stop = jnp.broadcast_arrays(self.start[..., None], self.stop[..., None], ends_it)[:2]
+        start, stop = _least(start, jnp.where(ends_it, jnp.clip(begins, start, stop), stop))
+        return dataclasses.replace(self, start=start, stop=stop)
+
     def reference(
         self, q: jax.Array, sink: jax.Array | None, scale: float, products: str | None = None
     ) -> reference.Attention:
-        x = self.flat()
+        x = self.opened().flat()
 
         def read(pool: jax.Array, pages: jax.Array, which: int) -> jax.Array:
             there = (pages >= 0) & (pages < pool.shape[0])
@@ -287,6 +315,21 @@ class PagedSource:
         k, v = read(x.keys, x.key_pages, 0), read(x.values, x.value_pages, 1)
         o, lse = reference.fmha(q, k, v, span=Span(x.start, x.stop), sink=sink, scale=scale, products=products)
         return o, lse
+
+
+def _least(*xs: jax.Array) -> Sequence[jax.Array]:
+    """The least of each array's last axis, all by one kernel."""
+    least = lambda x, y: tuple(map(jnp.minimum, x, y))  # noqa: E731
+    most = (jnp.int32(2**31 - 1),) * len(xs)
+    made: Sequence[jax.Array] = jax.lax.reduce(xs, most, least, (xs[0].ndim - 1,))
+    return made
+
+
+def in_reach(window: int | None, s_q: Any, page: Any) -> bool:
+    """True if a kernel finds itself what a step with this window sees, from pages of so many tokens."""
+    if window is None or not isinstance(page, int) or not isinstance(s_q, int) or s_q != 1:
+        return False
+    return page % BOX == 0 and window <= (BOXES - 1) * min(page & -page, LARGEST_BOX) + 1
 
 
 Part = SpanSource | SelectionSource | PagedSource

@@ -101,6 +101,8 @@ def _over_packed(packing: str, operands: Callable[..., Sequence[Any]] = _pools) 
 FORWARD: dict[tuple[str, ...], tuple[Kernel, ...]] = {
     ("separate_kv",): (Kernel("mha_fwd"),),
     ("paged_kv",): (Kernel("mha_fwd_paged", lambda x: jax.tree.leaves(x.flat())),),
+    ("paged_kv_window",): (Kernel("mha_fwd_paged_window", lambda x: jax.tree.leaves(x.flat())),),
+    ("paged_kv_e4m3_window",): (Kernel("mha_fwd_paged_e4m3_window", lambda x: jax.tree.leaves(x.flat())),),
     ("paged_kv_e4m3",): (Kernel("mha_fwd_paged_e4m3", lambda x: jax.tree.leaves(x.flat())),),
     ("span",): (Kernel("mla_span_fwd"), Kernel("mha_fwd", _keys_twice), Kernel("hca_fwd", _span_beside_none)),
     ("selection",): (Kernel("mla_sparse_fwd"),),

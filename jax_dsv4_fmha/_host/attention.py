@@ -4,6 +4,7 @@ An op says where keys come from. Its operands are the keys, for each source whic
 
     mha_fwd           k, v, start, stop, sink                              k and v [b, s_kv, h_kv, d]
     mha_fwd_paged     k, v, start, stop, k_pages, v_pages, sink            k and v [pages, page, h_kv, d]
+    mha_fwd_paged_window  the same, of a window
     mha_fwd_paged_e4m3    the same, and scales before the sink             k and v float8_e4m3fn
     mla_span_fwd      kv, start, stop, sink                                kv [b, s_kv, h_kv, d], which is K and V
     mla_sparse_fwd    kv, indices, length, sink                            kv [b, s_kv, d], or a pool [s_kv, d]
@@ -17,6 +18,9 @@ An op says where keys come from. Its operands are the keys, for each source whic
   uint8 `[pages, bytes]`, where index i means entry i % n of page i // n (`_definitions/packed.py`).
 - Pages: key j of a sequence is key j % page of page `k_pages[j // page]`, int32 `[b, width]`, and its value the same of
   `v_pages`. What a query sees has pages, and a page a multiple of 8 keys.
+- A window of a step over pages: a sequence has one query, `stop` is how many tokens it has and `start` how many up to
+  the query's own, which sees the last `window` of these, at most 31 boxes and a key of pages; but nothing from a page
+  on that is not there, and nothing where there is no such token.
 - scales: float32 `[b, h_kv, 2]`, by which the codes of K and those of V are multiplied. A code of NaN may be any
   number.
 - sink: float32 `[h_q]`, -inf for none.
@@ -68,6 +72,7 @@ def attention(
     packing: str | None = None,
     eps: float | None = None,
     most: int | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention in one call: o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
 
@@ -82,10 +87,12 @@ def attention(
         with d_v: "" or "v32_fp8".
       eps: of the norm, in a rotary mode.
       most: how many keys the queries of a sequence see at most, where that is known: fewer are split into fewer parts.
+      window: of `mha_fwd_paged_window`.
     """
     attributes: dict[str, Any] = {"scale": np.float32(scale), "order": np.int64(order)}
     attributes |= {} if packing is None else {"packing": packing}
     attributes |= {} if eps is None else {"eps": np.float32(eps)}
+    attributes |= {} if window is None else {"window": np.int64(window)}
     target = name_of(op, mode)
     if mode == BY_COLUMNS:
         results = _left_by_columns(q, tiles_of(keys_of(op, operands)))
@@ -94,9 +101,9 @@ def attention(
     whole, splits = parts(op, mode, q, operands, order=order, packing=packing, most=most)
     shape = q.shape
     if whole and shape[1] != 1:  # all queries have keys of the same pools, so each may be a sequence
-        window, *window_list, pool, indices, length, sink = operands
-        q, *lists = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, *window_list, indices, length))
-        operands = (window, *lists[:2], pool, *lists[2:], sink)
+        near, *near_list, pool, indices, length, sink = operands
+        q, *lists = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, *near_list, indices, length))
+        operands = (near, *lists[:2], pool, *lists[2:], sink)
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     of_parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
     d_v = mode.d_v or q.shape[-1]

@@ -1,6 +1,5 @@
 """One step of generation over caches of K and of V: a few new queries for each sequence."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.attend import attend
-from .._dispatch.sources import PagedSource, SpanSource
+from .._dispatch.sources import PagedSource, SpanSource, in_reach
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -142,14 +141,6 @@ def _scale(op: str, name: str, x: Any, dims: dict[str, Any]) -> Any:
     return _check.operand(op, name, x, "h_kv", dims, _check.FP32)
 
 
-def _least(*xs: jax.Array) -> Sequence[jax.Array]:
-    """The least of each array's last axis, all by one kernel."""
-    least = lambda x, y: tuple(map(jnp.minimum, x, y))  # noqa: E731
-    most = (jnp.int32(2**31 - 1),) * len(xs)
-    made: Sequence[jax.Array] = jax.lax.reduce(xs, most, least, (xs[0].ndim - 1,))
-    return made
-
-
 def _seen(
     k_cache: Cache,
     v_cache: Cache,
@@ -161,26 +152,24 @@ def _seen(
     scales: dict[str, jax.Array],
 ) -> SpanSource | PagedSource:
     """The entries that each query sees."""
-    lengths = jnp.maximum(lengths, 0)[:, None]  # otherwise a subtraction might wrap around
-    first = lengths - s_q if q_offset is None else q_offset[:, None]
-    position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
-    there = (position >= 0) & (position < lengths)
-    stop = jnp.where(there, jnp.minimum(position + 1, k_cache.capacity), 0)
-    start = 0 * stop if window is None else jnp.minimum(jnp.maximum(position - (window - 1), 0), stop)
     k, v = (x.entries.reshape(*x.entries.shape[:2], *heads) for x in (k_cache, v_cache))
-    if k_cache.block_table is None and not scales:
+    in_pages, lengths = k_cache.block_table is not None, lengths[:, None]
+    of_window = window if in_pages and in_reach(window, s_q, k.shape[1]) else None
+    start, stop = lengths if q_offset is None else q_offset[:, None] + 1, lengths
+    if of_window is None:
+        lengths = jnp.maximum(lengths, 0)  # otherwise a subtraction might wrap around
+        first = lengths - s_q if q_offset is None else q_offset[:, None]
+        position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
+        there = (position >= 0) & (position < lengths)
+        stop = jnp.where(there, jnp.minimum(position + 1, k_cache.capacity), 0)
+        start = 0 * stop if window is None else jnp.minimum(jnp.maximum(position - (window - 1), 0), stop)
+    if not in_pages and not scales:
         names = ("k_cache", "v_cache", "start", "stop")
         return SpanSource(k, start, stop, v, names, "cache_rows", width=window, from_first=window is None)
-    width = window + s_q - 1 if window is not None and isinstance(s_q, int) else None
-    of_codes = jnp.stack([*scales.values()], -1)[None] if scales else None
-    if k_cache.block_table is None:  # a pool of one page for each sequence
+    how: dict[str, Any] = {"scales": jnp.stack([*scales.values()], -1)[None] if scales else None}
+    how |= {"width": window + s_q - 1 if window is not None and isinstance(s_q, int) else None, "window": of_window}
+    if not in_pages:  # a pool of one page for each sequence
         tables = (0 * lengths,) * 2
-        return PagedSource(k[:, None], v[:, None], start, stop, *tables, of_codes, width=width)
-    tables = k_cache.block_table, v_cache.block_table
-    held = [(x >= 0) & (x < pages.shape[0]) for x, pages in zip(tables, (k, v), strict=True)]
-    page, begins = k_cache.page, jnp.arange(tables[0].shape[1], dtype=jnp.int32) * k_cache.page
-    ends_it = ~(held[0] & held[1])[:, None] & (begins + page > start[..., None])
-    # the least of all in one pass, in which XLA makes start too
-    start, stop = jnp.broadcast_arrays(start[..., None], stop[..., None], ends_it)[:2]
-    start, stop = _least(start, jnp.where(ends_it, jnp.clip(begins, start, stop), stop))
-    return PagedSource(k[None], v[None], start, stop, *tables, of_codes, width=width)
+        return PagedSource(k[:, None], v[:, None], start, stop, *tables, **how)
+    source = PagedSource(k[None], v[None], start, stop, k_cache.block_table, v_cache.block_table, **how)
+    return source.until_a_page_is_missing() if of_window is None else source

@@ -104,11 +104,14 @@ class Forward(Variant):
 
 
 FORWARD_OPS = {  # the sources of keys of each op, in the order in which they are walked:
-    # "span" (an interval per query), "pages" (the same of keys in pages), "pages_e4m3" (of their codes), or
-    # "selection" (a list of indices per query)
+    # "span" (an interval per query), "pages" (the same of keys in pages), "pages_e4m3" (of their codes),
+    # "pages_window" and "pages_e4m3_window" (of a query a sequence, which sees a window), or "selection" (a list of
+    # indices per query)
     "mha_fwd": ("span",),  # K and V separate
     "mha_fwd_paged": ("pages",),  # the same
     "mha_fwd_paged_e4m3": ("pages_e4m3",),
+    "mha_fwd_paged_window": ("pages_window",),
+    "mha_fwd_paged_e4m3_window": ("pages_e4m3_window",),
     "mla_span_fwd": ("span",),
     "mla_sparse_fwd": ("selection",),
     "csa_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k

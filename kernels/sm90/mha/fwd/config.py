@@ -32,7 +32,7 @@ class Config:
     @property
     def stages_of_codes(self) -> int:
         """Places for codes of a tile of K or of V, by turns; 0 where keys come as products take them."""
-        return STAGES_OF_CODES[self.d] if self.sources == ("pages_e4m3",) else 0
+        return STAGES_OF_CODES[self.d] if "e4m3" in self.sources[0] else 0
 
     @property
     def q_in_registers(self) -> bool:

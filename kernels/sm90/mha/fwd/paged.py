@@ -41,7 +41,7 @@ class PagedOperands(NamedTuple):
     width: Int32  # pages of a sequence
     page: Int32  # keys of a page
     box: Int32  # keys of one load: a power of two, which divides a page
-    scales: tuple[cute.Pointer, ...]  # of codes: float32 [b, h_kv, 2], of K and of V
+    others: tuple  # of codes: scales, float32 [b, h_kv, 2], of K and of V; of a window: pages of the pool, its keys
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         s_kv0: Int32,
         page: Int32,
         pages: Int32,
-        scales0: cute.Pointer,  # of codes, which not every kernel reads
+        window: Int32,
+        scales0: cute.Pointer,  # of codes
         stream: cuda.CUstream,
     ):
         c = self.config
@@ -95,10 +96,14 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         rows, output = self.rows(Shapes(c.d, b, n), q, o)
         of_pages = Shapes(c.d, pages, n)
         tma = (y for array in (k0, v0) for y in self.boxes(of_pages.keys(array, page)))
-        box, scales = cutlass.min(page & (0 - page), LARGEST_BOX), (scales0,) * bool(c.stages_of_codes)
-        operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box, scales)
+        box, others = cutlass.min(page & (0 - page), LARGEST_BOX), self.others(pages, window, scales0)
+        operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box, others)
         results = RowResults(sink, lse, o_parts)
         self.launch_persistent(rows, output, ((*tma, operands),), results, scale_log2, n=n, ctas=ctas, stream=stream)
+
+    def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
+        """Those that this kernel takes."""
+        return ()
 
     def boxes(self, pool: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The copies of a pool's boxes."""
@@ -106,7 +111,7 @@ class MhaFwdPagedSm90(MhaFwdSm90):
 
     def examples(self, variant: Forward) -> tuple:
         arrays = ("q", "o", "float32", "float32", "float32")
-        numbers = (i32() for _ in range(9))
+        numbers = (i32() for _ in range(10))
         return (
             *pointers(variant.dtype, *arrays),
             Float32(1.0),

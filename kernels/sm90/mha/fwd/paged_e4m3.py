@@ -130,6 +130,9 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
     def pools(self, variant: Forward) -> tuple:
         return pointers(variant.dtype, "bytes", "bytes")
 
+    def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
+        return (scales,)
+
     def landings(self, bar: Barriers, smem: Shared, fill: Int32) -> tuple[tuple, tuple]:
         return tuple((smem.codes, bar.codes.at(2 * fill + i)) for i in range(2))
 
@@ -171,7 +174,7 @@ class MhaFwdPagedE4m3Sm90(MhaFwdPagedSm90):
         self, w: Consumer, scores: Scores, span: PagedOperands, boxed: BoxedRows, wave: Int32, fill: Int32
     ) -> RowSpans:
         tile = span.tile
-        place = span.operands.scales[0] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
+        place = span.operands.others[-1] + (tile.batch * tile.n.h_kv + tile.kv_head) * 2
         of_keys, of_values = load(place), load(place + 1)
         w.softmax.scale_log2.fill(1.0)
         if cutlass.const_expr(self.config.q_in_registers):
