@@ -316,7 +316,7 @@ VARIANTS: tuple[Variant, ...] = (
             ("_index_query", "fp8", (2,)),
         )
         for parts in cut
-        for rows in (64, ANY)
+        for rows in (16, 64, ANY)
     ),
     *(
         GroupedProduct(

@@ -122,12 +122,15 @@ def test_an_index_query_is_quantized_as_a_cache_quantizes():
     ],
 )
 def test_a_row_has_the_same_bits_in_any_company(make):
-    """Alone, among others, in another place, by the kernel for more rows, and in its second tile of rows."""
+    """Alone, among others, in another place, by kernels for more rows and for fewer, and in a second tile of rows."""
     whole = make()
     few = whole.variant
     more = of(**{"op": few.op, **few.choices, "max_rows": ANY})
     want = results(replace(whole, variant=more))
-    for variant, rows in ((few, slice(3, 4)), (few, slice(3, 70)), (more, slice(50, 139))):
+    companies = [(few, slice(3, 4)), (few, slice(3, 70)), (more, slice(50, 139))]
+    if few.weights:
+        companies.append((of(**{"op": few.op, **few.choices, "max_rows": 16}), slice(60, 79)))
+    for variant, rows in companies:
         part = replace(whole, variant=variant, x=whole.x[rows], angle=whole.angle[rows])
         for name, array in results(part).items():
             assert array.tobytes() == want[name][rows].tobytes(), (variant.key, rows, name)
@@ -301,6 +304,11 @@ FAULTS = [
     ),
     PlantedFault("a sign is lost", PACKED, Wrong, "numbers are wrong", changed(" -2131722000;", " 15728880;")),
     PlantedFault("a bit of the code beside", PACKED, Wrong, "numbers are wrong", changed(" 117442304;", " 251662080;")),
+    PlantedFault(
+        "another place in a line is read",
+        *(PACKED, (Race, Undefined, Wrong), "reads|numbers are wrong"),
+        changed(r"(and\.b32\s+%r\d+, %r\d+, )96;", lambda m: f"{m[1]}64;", slice(0, 1)),
+    ),
     PlantedFault("codes of the slab after", PACKED, OutOfBounds, "bulk copy", parameters={"w": lambda at: at + 4112}),
     PlantedFault("packed: a tile of k is left out", PACKED, Wrong, "numbers", parameters={"k": lambda k: k - 128}),
     PlantedFault(

@@ -10,10 +10,12 @@ from kernels.lib.wgmma import SLAB
 from .weights import FORMATS
 
 CONSUMERS = 2  # warpgroups
+FEWEST_ROWS = 16  # of a CTA: columns of a product with a packed matrix, whose rows are its tiles of 64
 CHUNK = 4  # float32 numbers that a thread moves at once
 PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
 PAD_OF_PACKED = 4  # the same, where a thread has two columns of every other row
 HEAD = 512  # numbers of a query head
+LINE = 128  # bytes of a line of L2, in which bulk copies come
 INDEX_D = WARP * CHUNK  # numbers of an indexer's query head
 
 
@@ -59,7 +61,7 @@ class Config:
     @property
     def row_tiles(self) -> int:
         """The number of tiles of 64 rows that a CTA has."""
-        return self.tile_m // ROWS_OF_WARPGROUP
+        return -(-self.tile_m // ROWS_OF_WARPGROUP)
 
     @property
     def mma_n(self) -> int:
@@ -78,9 +80,9 @@ class Config:
 
     @property
     def slabs(self) -> int:
-        """The number of slabs, of 64 of k, that a stage has. A consumer of a packed matrix has two products a stage: it
-        decodes for the second one under the first one."""
-        return 2 // self.units if self.weights else 1
+        """The number of slabs, of 64 of k, that a stage has. A consumer of a packed matrix decodes the second one
+        under the first one's product."""
+        return 2 if self.weights else 1
 
     @property
     def threads(self) -> int:
@@ -92,14 +94,28 @@ class Config:
         return self.slabs * self.format.slab_bytes
 
     @property
+    def tile_room(self) -> int:
+        """The same, and what lies before it in its line: whole lines."""
+        return -(-(self.tile_bytes + LINE - 16) // LINE) * LINE
+
+    @property
     def weight_bytes(self) -> int:
         if self.weights:
-            return self.tiles * self.tile_bytes
+            return self.tiles * self.tile_room
         return self.tile_n * SLAB * element_type(self.dtype).width // 8
 
     @property
+    def x_bytes(self) -> int:
+        return self.tile_m * self.slabs * SLAB * element_type(self.dtype).width // 8
+
+    @property
+    def loaded_bytes(self) -> int:
+        """The bytes that come into a stage."""
+        return self.x_bytes + (self.tiles * self.tile_bytes if self.weights else self.weight_bytes)
+
+    @property
     def stage_bytes(self) -> int:
-        return self.tile_m * self.slabs * SLAB * element_type(self.dtype).width // 8 + self.weight_bytes
+        return self.x_bytes + self.weight_bytes
 
     @property
     def pitch(self) -> int:
@@ -128,7 +144,8 @@ class Config:
         return {"min_blocks_per_mp": self.ctas, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
 
     def __post_init__(self):
-        if self.tile_m not in (ROWS_OF_WARPGROUP, CONSUMERS * ROWS_OF_WARPGROUP) or self.parts not in (1, 2, 4, 8):
-            raise ValueError(f"wanted 64 or 128 rows, and 1, 2, 4 or 8 parts: {self}")
+        rows = (FEWEST_ROWS,) * bool(self.weights) + (ROWS_OF_WARPGROUP, CONSUMERS * ROWS_OF_WARPGROUP)
+        if self.tile_m not in rows or self.parts not in (1, 2, 4, 8):
+            raise ValueError(f"wanted {', '.join(map(str, rows))} rows, and 1, 2, 4 or 8 parts: {self}")
         if self.stages < 3 or self.tile_m * self.pitch * 4 > self.stages * self.stage_bytes:
             raise ValueError(f"SMEM holds {self.stages} stages, wanted 3, and room for sums: {self}")

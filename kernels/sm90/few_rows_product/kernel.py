@@ -61,7 +61,7 @@ from kernels.lib.wgmma import (
 )
 from kernels.packings import ROPE
 
-from .config import CHUNK, CONSUMERS, HEAD, INDEX_D, Config
+from .config import CHUNK, CONSUMERS, HEAD, INDEX_D, LINE, Config
 
 CONSUMED, TURNED = 1, 2  # named barriers of all consumers
 REGISTERS = warpgroup.OperandSource.RMEM
@@ -175,8 +175,11 @@ class FewRowsProductSm90(Kernel):
             tile = column_tile * c.cluster + rank
         partial = x.iterator.toint()
         if warp < 4 * CONSUMERS:
-            consume = self.consume_packed if cutlass.const_expr(c.weights) else self.consume
-            consume(ring, x, w, partial, first, last, how, row_tile * c.tile_m, n.rows)
+            if cutlass.const_expr(c.weights):
+                slab = self.slab_of(tile, group, n) + first * c.slabs
+                self.consume_packed(ring, x, w, partial, (first, last), slab, how, row_tile * c.tile_m, n)
+            else:
+                self.consume(ring, x, w, partial, first, last, how, row_tile * c.tile_m, n.rows)
         else:
             produce = self.produce_packed if cutlass.const_expr(c.weights) else self.produce
             produce(ring, x, w, maps, (row_tile, tile, group), first, last, n)
@@ -215,7 +218,7 @@ class FewRowsProductSm90(Kernel):
             state = ring.at(t - first)
             state.wait_empty()
             with cute.arch.elect_one():
-                state.expect_full(c.stage_bytes)
+                state.expect_full(c.loaded_bytes)
             cute.copy(tma_w, gW[None, t], sW[None, state.index], tma_bar_ptr=state.full)
             cute.copy(tma_x, gX[None, t], sX[None, state.index], tma_bar_ptr=state.full)
 
@@ -236,22 +239,32 @@ class FewRowsProductSm90(Kernel):
         (tma_x, mX), w = maps
         row_tile, column_tile, group = tile
         gX, sX = tma_tiles(tma_x, cute.local_tile(mX[None, None, group], (c.tile_m, SLAB), (row_tile, None)), x)
-        slabs, tiles = ceil_div(n.k, Int32(2 * SLAB)) * 2, ceil_div(n.n, Int32(2 * SLAB)) * 2
-        codes = w.toint() + (Int64(group) * tiles + column_tile * c.tiles) * slabs * form.slab_bytes
+        slabs, slab = slabs_of(n.k), self.slab_of(column_tile, group, n)
         for t in cutlass.range(first, last, unroll=1):
             state = ring.at(t - first)
             state.wait_empty()
             with cute.arch.elect_one():
-                state.expect_full(c.stage_bytes)
+                state.expect_full(c.loaded_bytes)
                 for i in cutlass.range_constexpr(c.tiles):
+                    at = slab + i * slabs + t * c.slabs
                     copy_bulk_once(
-                        of_w + (state.index * c.tiles + i) * c.tile_bytes,
-                        codes + (Int64(i * slabs) + t * c.slabs) * form.slab_bytes,
+                        of_w + (state.index * c.tiles + i) * c.tile_room + self.into_line(at),
+                        w.toint() + Int64(at) * form.slab_bytes,
                         c.tile_bytes,
                         state.full,
                     )
             for i in cutlass.range_constexpr(c.slabs):
                 cute.copy(tma_x, gX[None, t * c.slabs + i], sX[None, state.index * c.slabs + i], tma_bar_ptr=state.full)
+
+    def slab_of(self, column_tile: Int32, group: Int32, n: Extents) -> Int32:
+        """The number of the first slab of a packed matrix that has these columns."""
+        return (group * slabs_of(n.n) + column_tile * self.config.tiles) * slabs_of(n.k)
+
+    def into_line(self, slab: Int32) -> Int32:
+        """The bytes before a slab in its line of memory. It has as many in shared memory: else a bulk copy writes each
+        line in two pieces, while products read.
+        """
+        return slab * self.config.format.slab_bytes & LINE - 1
 
     @cute.jit
     def consume(
@@ -305,18 +318,18 @@ class FewRowsProductSm90(Kernel):
         x: cute.Tensor,
         w: Int32,
         partial: Int32,
-        first: Int32,
-        last: Int32,
+        span: tuple,
+        slab: Int32,
         how: tuple,
         row0: Int32,
-        rows: Int32,
+        n: Extents,
     ):
         """`consume` where w is packed: a warpgroup has half of the columns of all rows.
 
         An operand is decoded under the product before it. ptxas lets no product run on into the next iteration of a
         loop in which registers of another one are defined: there the other warpgroup fills in.
         """
-        c, form = self.config, self.config.format
+        c, form, (first, last) = self.config, self.config.format, span
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         mma, thread = tiled_mma(self.dtype, c.tile_m, K_MAJOR, REGISTERS), cute.arch.thread_idx()[0] % WARPGROUP
         operands = [register_operand(mma, SLAB, self.dtype) for _ in range(c.slabs * c.units)]
@@ -324,20 +337,21 @@ class FewRowsProductSm90(Kernel):
         acc = [accumulator(mma, c.tile_m) for _ in range(c.units)]
         rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
         if cutlass.const_expr(c.turns_back):
-            read_rotations(how[0], rotations, row0, rows)
+            read_rotations(how[0], rotations, row0, n.rows)
         for t in cutlass.range(last - first, unroll=1):
             state = ring.at(t)
             state.wait_full()
             if cutlass.const_expr(c.turns_back):  # noqa: SIM102, at compile time
                 if (first + t + 1) * c.slabs % (HEAD // SLAB) == 0:
                     self.turn_back(x, (state.index + 1) * c.slabs - 1, rotations)
-            stage = w + (state.index * c.tiles + group * c.units) * c.tile_bytes
+            stage = w + (state.index * c.tiles + group * c.units) * c.tile_room
             for j in cutlass.range_constexpr(c.slabs * c.units):
-                slab, unit = j // c.units, j % c.units
-                loaded = form.load(stage + (unit * c.tile_bytes + slab * form.slab_bytes), thread)
-                form.decode(operands[j], loaded)
-                of_slab = b[None, None, None, state.index * c.slabs + slab]
-                multiply(mma, acc[unit], operands[j], of_slab, fresh=t == 0 if cutlass.const_expr(slab == 0) else False)
+                i, unit = j // c.units, j % c.units
+                at = slab + (group * c.units + unit) * slabs_of(n.k) + t * c.slabs
+                place = stage + self.into_line(at) + (unit * c.tile_room + i * form.slab_bytes)
+                form.decode(operands[j], form.load(place, thread))
+                of_slab = b[None, None, None, state.index * c.slabs + i]
+                multiply(mma, acc[unit], operands[j], of_slab, fresh=t == 0 if cutlass.const_expr(i == 0) else False)
             warpgroup.wait_group(0)
             with cute.arch.elect_one():
                 state.arrive_empty()
@@ -355,8 +369,9 @@ class FewRowsProductSm90(Kernel):
         c, thread = self.config, cute.arch.thread_idx()[0]
         for i in cutlass.range_constexpr(c.row_tiles):
             row = i * ROWS_OF_WARPGROUP + thread // QUAD
-            for j in cutlass.range_constexpr(MINE):
-                turn_chunk(chunk_of(x, stage, row, thread, j), rotations[None, i], TURNED_AT_ONCE * j)
+            if row < c.tile_m or c.tile_m >= ROWS_OF_WARPGROUP:
+                for j in cutlass.range_constexpr(MINE):
+                    turn_chunk(chunk_of(x, stage, row, thread, j), rotations[None, i], TURNED_AT_ONCE * j)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=TURNED, number_of_threads=CONSUMERS * WARPGROUP)
 
@@ -493,6 +508,11 @@ class FewRowsProductSm90(Kernel):
         )
 
 
+def slabs_of(n: Int32) -> Int32:
+    """The number of slabs of a packed matrix, or of its tiles, that have so much of k, or so many columns."""
+    return ceil_div(n, Int32(2 * SLAB)) * 2
+
+
 @cute.jit
 def squares_of(norm: Norm, row: Int32) -> Float32:
     """A lane's sum of squares of a row of x: asked for, and not yet waited for."""
@@ -568,7 +588,7 @@ def put(target: cute.Pointer, values: list) -> None:
 
 
 def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:
-    tile_m = ROWS_OF_WARPGROUP if variant.max_rows <= ROWS_OF_WARPGROUP else CONSUMERS * ROWS_OF_WARPGROUP
+    tile_m = min(variant.max_rows, CONSUMERS * ROWS_OF_WARPGROUP)
     makes = {"norms": variant.norms, "turns_back": variant.turns_back}
     makes |= {"indexes": variant.indexes, "to_fp8": variant.to_fp8, "weights": variant.weights}
     config = Config(variant.dtype, variant.parts, tile_m, **makes)

@@ -8,4 +8,5 @@ from ...sass import Products
 
 
 def products(variant: FewRowsProduct, facts: Mapping[str, Any]) -> Products:
-    return {"HGMMA": 8 if variant.weights else 4}  # two products, or one, of 64 of k a stage
+    # of 64 of k a stage one product, or two; four where a consumer has two tiles of query heads' columns
+    return {"HGMMA": 4 * (4 if variant.norms and variant.max_rows <= 64 else 2) if variant.weights else 4}
