@@ -17,7 +17,7 @@ TESTED := .venv/.built$(if $(HERE)$(wildcard .venv/.built),,-tested)
 LATER := slow or faults or rest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed check quick test test-all test-gpu test-hf test-maxtext test-witnesses test-orders wheel docs lint fmt build clean pictures
+.PHONY: help demo installed check quick test test-all test-gpu test-hf test-maxtext test-adapters test-witnesses test-orders wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
@@ -56,6 +56,9 @@ test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the 
 
 test-maxtext: .venv-maxtext/.tools ## attend and train in MaxText, on the CPU, in an environment of its own; PYTHON=python3.12, which MaxText wants
 	PYTHONPATH=. .venv-maxtext/bin/python -m pytest --noconftest -W ignore tests/test_adapters_maxtext.py
+
+test-adapters: .venv-adapters/.tools ## attend beside Levanter and ejkernel, on the CPU, in an environment of its own; PYTHON=python3.12, which Levanter wants
+	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-adapters/bin/python -m pytest --noconftest -W ignore tests/test_adapters.py
 
 test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for ten
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
@@ -101,7 +104,7 @@ wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=
 build: .venv/.built ## compile every kernel and the library into the editable install in .venv; Python alone needs none
 
 clean: ## remove the environment and everything built; compiled kernels stay in ~/.cache/jax_dsv4_fmha
-	rm -rf .venv .venv-hf .venv-maxtext .venv-witnesses .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
+	rm -rf .venv .venv-* build dist jax_dsv4_fmha/_native.so
 
 $(BIN)/python:
 	@echo "make: a virtual environment, .venv"
@@ -124,30 +127,14 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	@$(PIP) install -r $@.txt
 	@touch $@
 
-# The version of torch has a build for CPUs alone; the layers run on the reference, so nothing is built here.
-.venv-hf/.tools: pyproject.toml
-	@echo "make: packages from PyPI, into .venv-hf"
-	@test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
-	@.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
-	    pytest pytest-xdist hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.24" starlette uvicorn jinja2 "openai>=3"
-	@touch $@
-
-# Lists of pyproject.toml: the packages themselves, without what they ask for, and what they import.
-.venv-witnesses/.tools .venv-maxtext/.tools: pyproject.toml
-	@echo "make: packages from PyPI, into $(@D)"
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	@for list in "$(@D:.venv-%=%) --no-deps" $(@D:.venv-%=%)-import; do set -- $$list; \
-	    $(@D)/bin/python -c "import tomllib; \
-	        print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['$$1'], sep='\n')" > $(@D)/$$1.txt && \
-	    $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $$2 -r $(@D)/$$1.txt || exit 1; done
-	@touch $@
-
-.venv-docs/.tools: pyproject.toml
-	@echo "make: packages from PyPI, into .venv-docs"
-	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
-	    > .venv-docs/requirements.txt
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
+# An environment has the packages of a group of pyproject.toml, and first those of NAME-alone, without what they ask for.
+.venv-%/.tools: pyproject.toml
+	@echo "make: packages from PyPI, into .venv-$*"
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@for list in "$*-alone --no-deps" $*; do set -- $$list; \
+	    .venv-$*/bin/python -c "import tomllib; \
+	        print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups'].get('$$1', ()), sep='\n')" > .venv-$*/$$1.txt && \
+	    .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $$2 -r .venv-$*/$$1.txt || exit 1; done
 	@touch $@
 
 # All kernels, this machine's, or those that `make test` interprets. The build directory is kept between builds.

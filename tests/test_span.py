@@ -73,6 +73,18 @@ def test_segments_in_any_order():
     np.testing.assert_array_equal(visible(jax.jit(Span.segments)(q_ids, kv_ids)), want)
 
 
+def test_many_segments():
+    """More ids than a step of the search tells apart, 31; and no loop, of which each pass would be a launch."""
+    lengths = np.random.default_rng(0).integers(1, 4, 1500)
+    ids = np.repeat(np.random.default_rng(1).permutation(1500), lengths)[None].astype(np.int32)
+    end = np.cumsum(lengths)
+    f = jax.jit(Span.segments)
+    start, stop = f(ids).bounds(1, ids.size, ids.size)
+    np.testing.assert_array_equal(start[0], np.repeat(end - lengths, lengths))
+    np.testing.assert_array_equal(stop[0], np.repeat(end, lengths))
+    assert "while" not in f.lower(ids).as_text()
+
+
 def test_a_segment_in_two_places():
     """It is no interval: an error where the ids are known; otherwise nobody sees it."""
     ids = np.array([[1, 1, 2, 2, 1]], np.int32)

@@ -51,8 +51,21 @@ def in_maxtext() -> str:
 
 def layers_in_maxtext() -> str:
     """Whole layers of that attention."""
-    layers = {0: "layer of a window", 4: "layer of CSA"}
+    layers = {0: "layer of a window", 4: "layer of CSA", 128: "layer of HCA"}
     return beside_dots("4096 tokens, 64 heads", layers, load("h200_maxtext")["layers"]["results"])
+
+
+def shares_in_maxtext() -> str:
+    """What a layer's and a step's kernels take with this package's attention, and what is left of dots' without any."""
+    parts, rows = ("attention", "indexer", "products", "streams", "rest"), []
+    for x in load("h200_maxtext")["shares"]["results"]:
+        own, dots = x["ours_ms"], x["dots_ms"]
+        total = sum(own.values())
+        least = f"{dots / total:.1f} of {dots / (total - own['attention']):.1f}"
+        each = [f"{own[part]:.1f}" if own[part] else "–" for part in parts]
+        rows.append([x["of"], f"{dots:.1f}", f"{total:.1f}", *each, least])
+    names = "attention | indexer | products | streams | the rest | their time / ours, of at most"
+    return table(f"ms of kernels | dot products | ours | … of it {names}", rows)
 
 
 def training_in_maxtext() -> str:

@@ -72,7 +72,7 @@ class FMHA(BaseFlashAttention):  # type: ignore[misc]
         sink = None if sink is None else sink.astype(jnp.float32)
         how = self.get_backend_overrides("implementation", None)
         o, _ = fmha(q, k, v, span=span, sink=sink, scale=self.cfg.softmax_scale, implementation=how)
-        return jnp.where(broken, jnp.nan, o)
+        return o + jnp.where(broken, jnp.nan, 0)
 
 
 def _split(bias: Any) -> list[Any]:

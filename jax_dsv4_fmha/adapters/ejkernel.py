@@ -77,4 +77,4 @@ def _attend(
         of_ids, scattered = segments(q_segment_ids, kv_segment_ids)
         span &= of_ids
     o, _ = fmha(query, key, value, span=span, sink=sink, scale=softmax_scale, implementation=implementation)
-    return o if scattered is None else jnp.where(scattered, jnp.nan, o)
+    return o if scattered is None else o + jnp.where(scattered, jnp.nan, 0)

@@ -53,7 +53,7 @@ def attention(
         return o
     span, scattered = (None, None) if mask is None else _span(mask, q.shape[1], k.shape[1])
     o, _ = fmha(q, k, v, span=span, implementation=implementation)
-    return o if scattered is None else jnp.where(scattered, jnp.nan, o)
+    return o if scattered is None else o + jnp.where(scattered, jnp.nan, 0)
 
 
 def _span(mask: AttentionMask, s_q: int, s_kv: int) -> tuple[Span, Any]:

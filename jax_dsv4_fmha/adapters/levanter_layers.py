@@ -47,7 +47,7 @@ def dot_product_attention(
     o, _ = fmha(
         *(x.astype(dtype) for x in (q, k, v)), span=span, sink=sink, scale=scaling_factor, implementation=implementation
     )
-    o = o if scattered is None else jnp.where(scattered, jnp.nan, o)
+    o = o if scattered is None else o + jnp.where(scattered, jnp.nan, 0)
     named = attention._unflatten_bshd(hax.named(o.astype(query.dtype), ("B", "S", "H", "D")), of_q, of_v)
     return named.rearrange([*(ax for ax in query.axes if ax != of_q["D"][0]), of_v["D"][0]])
 

@@ -99,7 +99,7 @@ def _attend(
             stop = jnp.where(span.start < span.stop, (i + 1) // compress_ratio, 0)
             entries = {"ratio": Span(-(-first // compress_ratio), stop)}
         o, _ = dsv4_attention(q, k[:, :n, 0], k[:, n:, 0] if entries else None, window=span, **entries, **how)
-    return o if broken is None else jnp.where(broken, jnp.nan, o)
+    return o if broken is None else o + jnp.where(broken, jnp.nan, 0)
 
 
 def main() -> None:
