@@ -47,7 +47,7 @@ struct SourceShape {
   int64_t kind, s_kv;
   // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys and those in pages, between pages.
   int64_t s_batch;
-  int64_t topk;   // entries of a selection
+  int64_t topk;    // entries of a selection
   int64_t pages;   // of a pool, where keys are in pages
   int64_t window;  // of a step over such keys, whose kernel finds what a query sees
 };
@@ -242,8 +242,8 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
     if (IsWindow(source.kind) && (shape.s_q != 1 || source.window < 1 || source.window > 31 * box + 1)) {
-      return "window is " + std::to_string(source.window) + " for s_q " + std::to_string(shape.s_q) +
-             ", wanted 1 to " + std::to_string(31 * box + 1) + " for a single query";
+      return "window is " + std::to_string(source.window) + " for s_q " + std::to_string(shape.s_q) + ", wanted 1 to " +
+             std::to_string(31 * box + 1) + " for a single query";
     }
     if (shape.h_kv > max_heads / source.s_batch) {
       return TooLarge("page * h_kv", source.s_batch * shape.h_kv, max_heads);
