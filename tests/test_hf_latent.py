@@ -121,14 +121,14 @@ def continuing(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
 def test_chunks_and_generation(kind, pages):
-    """A prompt in chunks of any length, then 20 steps."""
+    """A prompt in chunks of any length, then 40 steps."""
     (config, _), _, ours, params = pair(kind)
-    x, run = hidden(2, 49), continuing(kind)
-    table = jnp.array([[5, 2, 0, 7], [1, 4, 3, 6]], jnp.int32) if pages else None
-    caches = [layer.cache(2, 64, jnp.float32, block_table=table) for layer in ours]
+    x, run = hidden(2, 69), continuing(kind)
+    table = jnp.array([[5, 2, 0, 7, 9], [1, 4, 3, 6, 8]], jnp.int32) if pages else None
+    caches = [layer.cache(2, 80, jnp.float32, block_table=table) for layer in ours]
     theirs_cache = transformers.DynamicCache(config=config)
     at = 0
-    for n in [6, 14, 9] + [1] * 20:
+    for n in [6, 14, 9] + [1] * 40:
         want = their_run(kind, torch.tensor(x[:, at : at + n]), theirs_cache, at)
         at += n
         how = {"lengths": np.full(2, at, np.int32)} if n == 1 else {"start": jnp.int32(at - n)}

@@ -243,7 +243,7 @@ def _search(ids: jax.Array, x: jax.Array, side: str) -> jax.Array:
     for shift in range(30, -1, -5):
         if known and ids.shape[1] >> shift == 0:
             continue
-        more = count[..., None] + (jnp.arange(1, 32 if shift < 30 else 2, dtype=jnp.int32) << shift)
+        more = count[..., None] + (jnp.arange(1, 32 if shift < 30 else 2, dtype=jnp.int32)[None, None] << shift)
         at = jax.vmap(lambda row, i: jnp.take(row, i - 1, mode="clip"))(ids, more)
         passed = (more <= ids.shape[1]) & ((at < x[..., None]) if side == "left" else (at <= x[..., None]))
         count = count + (passed.sum(-1, dtype=jnp.int32) << shift)
