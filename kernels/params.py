@@ -61,9 +61,10 @@ TILING = each(
 """How the rows of q are cut into tiles: `kernels.lib.rows.Extents`."""
 
 
-PAGES = ("pages", "pages_e4m3", "pages_window", "pages_e4m3_window")
-"""Kinds of sources with an interval of keys per query, which are in pages, as q or as codes of e4m3. Of a window the
-kernel finds it."""
+WINDOWS = ("pages_window", "pages_e4m3_window")
+"""Kinds of sources of a step over keys in pages, whose kernels find the window that a query sees."""
+PAGES = ("pages", "pages_e4m3", *WINDOWS)
+"""Kinds of sources with an interval of keys per query, which are in pages, as q or as codes of e4m3."""
 
 
 def gathers(sources: tuple[str, ...]) -> bool:
@@ -78,7 +79,7 @@ def params_of_span(i: int) -> Params:
 def params_of_pages(i: int, kind: str) -> Params:
     """The tables that name a source's pages, and their sizes; of a window its width, and of codes the scales."""
     tables = each("address", "k_pages", "v_pages", source=i) + each("int32", "width", "page", "box", source=i)
-    tables += each("int32", *["pages", "window"] * kind.endswith("window"), source=i)
+    tables += each("int32", *["pages", "window"] * (kind in WINDOWS), source=i)
     return tables + each("address", *["scales"] * ("e4m3" in kind), source=i)
 
 

@@ -339,7 +339,7 @@ def test_kernels(on_hopper, kind, name, d, window):
     ],
 )
 def test_which_windows_a_kernel_finds(on_hopper, how, window, name):
-    """Of one token, with at most 32 boxes of a page: then nothing else runs that XLA would make a kernel of."""
+    """One of a single token, with at most 32 boxes of a page: then XLA makes no kernel beside it."""
     x = shapes("paged", **{"s_q": 1, **how})
     (decision,) = explain(functools.partial(gqa_decode, window=window), *x)
     assert decision.reason.split()[0].strip(":,;") == name, decision

@@ -74,7 +74,7 @@ def test_segments_in_any_order():
 
 
 def test_many_segments():
-    """More ids than a step of the search tells apart, 31; and no loop, of which each pass would be a launch."""
+    """More ids than a step of the search tells apart, 31; and no loop, whose every pass would be a launch."""
     lengths = np.random.default_rng(0).integers(1, 4, 1500)
     ids = np.repeat(np.random.default_rng(1).permutation(1500), lengths)[None].astype(np.int32)
     end = np.cumsum(lengths)

@@ -11,7 +11,7 @@ from jax_dsv4_fmha._definitions.e4m3 import ROPE
 from jax_dsv4_fmha._testing.compare import compare
 from kernels.abi import PLAIN, UNIT_BYTES, Forward, MlaBackward, Mode
 from kernels.packings import PACKED
-from kernels.params import PAGES
+from kernels.params import PAGES, WINDOWS
 
 from ..machine.state import Array
 from . import native
@@ -114,7 +114,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, "page": 64, **extents}
-    if variant.sources[0].endswith("window"):  # a query a sequence
+    if variant.sources[0] in WINDOWS:  # a query a sequence
         page, b, s_q, s_kv = (given[name] for name in ("page", "b", "s_q", "s_kv"))
         given = {"window": native.WINDOW, **given, "b": b * s_q, "s_q": 1, "s_kv": -(-s_kv // page) * page}
     shape, rng = Shape(d=variant.d, d_v=variant.mode.d_v, **given), np.random.default_rng(seed)
@@ -166,7 +166,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         in_order = kind in ("span", *PAGES)
-        if kind.endswith("window"):
+        if kind in WINDOWS:
             seen = step(s_kv)
         else:
             seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if in_order else selection(s_kv)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kernels.abi import ANY, Forward
 from kernels.packings import PACKED
-from kernels.params import PAGES
+from kernels.params import PAGES, WINDOWS
 
 from . import attention, native
 
@@ -86,12 +86,7 @@ CASES = tuple(PROCESSORS)
 
 def operands(variant: Forward, tile_n: int, case: str) -> attention.Operands | None:
     given = extents(variant, tile_n, case)
-    made_elsewhere = variant.sources[0] in (
-        *PACKED,
-        "pages_window",
-        "pages_e4m3_window",
-    )  # keys that `mixed` cannot make
-    if given is None or (case == "mixed" and made_elsewhere):
+    if given is None or (case == "mixed" and variant.sources[0] in (*PACKED, *WINDOWS)):  # keys that it cannot make
         return None
     x = attention.operands(variant, **given)
     return mixed(x, variant, tile_n) if case == "mixed" else x

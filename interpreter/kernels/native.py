@@ -18,18 +18,15 @@ from kernels import targets
 from kernels.abi import FEW_HEADS, Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
 from kernels.params import KINDS as KIND_BYTES
-from kernels.params import PAGES
+from kernels.params import PAGES, WINDOWS
 from kernels.variants import VARIANTS
 
 KINDS = {
     "span": 0,
     "selection": 1,
     **dict.fromkeys(PACKED, 2),
-    "pages": 3,
-    "pages_e4m3": 4,
-    "pages_window": 5,
-    "pages_e4m3_window": 6,
-}  # as ffi/rows.h
+    **{kind: 3 + i for i, kind in enumerate(PAGES)},
+}  # as ffi/rows.h counts
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
 EPS = 16.0  # of norms of q; large enough to matter
@@ -42,7 +39,7 @@ def function(variant: Forward) -> Any:
     how: dict[str, Any] = {"eps": EPS} if variant.turns else {}
     takes_packed = variant.op == "dsv4_decode" or (variant.op == "mla_sparse_fwd" and variant.mode.d_v)
     how |= {"packing": variant.packing} if takes_packed else {}
-    how |= {"window": WINDOW} if variant.sources[0].endswith("window") else {}
+    how |= {"window": WINDOW} if variant.sources[0] in WINDOWS else {}
     how |= {"order": attention.ORDER} if variant.mode == FEW_HEADS else {}
     return functools.partial(attention.attention, variant.op, raw_mode(variant), **how)
 
