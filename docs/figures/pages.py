@@ -171,7 +171,13 @@ def landing() -> str:
     entries takes **{_milli(ours(row))}** for 4096 queries, at {rate(row)} TFLOP/s, {share(row)} of the roofline.""")
 
 
-PEER = {"flashmla": "FlashMLA", "cudnn": "cuDNN", "cudnn_frontend": "cuDNN frontend", "xla": "XLA"}
+PEER = {
+    "flashmla": "FlashMLA",
+    "flash_attention_3": "FlashAttention 3",
+    "cudnn": "cuDNN",
+    "cudnn_frontend": "cuDNN frontend",
+    "xla": "XLA",
+}
 CACHE = {None: "bfloat16", "fp8": "FP8"}
 
 
