@@ -54,7 +54,7 @@ class KeyTile:
 
     @staticmethod
     def of(n: Extents, s_kv: Int32, tile_n: int, ctas: int) -> "KeyTile":
-        """That of this cluster of CTAs."""
+        """The keys of this CTA, and of all in its cluster."""
         index = cute.arch.block_idx()[0] // ctas if ctas > 1 else cute.arch.block_idx()[0]
         tiles, at_once = ceil_div(s_kv, Int32(tile_n)), Int32(AT_ONCE // ctas)
         most = cutlass.max(divide(at_once, ceil_div(tiles, Int32(2)))[0], 1)  # pairs
