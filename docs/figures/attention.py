@@ -52,9 +52,9 @@ def gqa() -> str:
     """A row for each head dimension and what a query sees, a column for each batch."""
     kinds: dict[str, dict[int, str]] = {}
     for row in suite(GQA, "gqa"):
-        if found := re.match(r"d (\d+) step, (.*) in pages of 64 b(\d+) s1 h64/8( float8_e4m3fn)?$", row["name"]):
-            d, seen, b, codes = found.groups()
-            kind = f"d {d}, {seen} tokens{', FP8' if codes else ''}"
+        if found := re.match(r"d (\d+) step, (.*) in pages of 64 b(\d+) s(\d+) h64/8( float8_e4m3fn)?$", row["name"]):
+            d, seen, b, s_q, codes = found.groups()
+            kind = f"d {d}, {seen} tokens{f', {s_q} new' if s_q != '1' else ''}{', FP8' if codes else ''}"
             kinds.setdefault(kind, {})[int(b)] = f"{micro(ours(row))} ({share(row)})"
     batches = sorted({b for times in kinds.values() for b in times})
     header = " | ".join(["64 heads, 8 KV heads", *(f"b {b}, µs" for b in batches)])
