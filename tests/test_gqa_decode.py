@@ -406,7 +406,9 @@ def test_kernel(case):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["", "codes"])
-@pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249), (256, 24, 200)])
+@pytest.mark.parametrize(
+    "d, page, window", [(64, 16, 100), (128, 64, 128), (64, 64, 300), (64, 8, 249), (256, 24, 200)]
+)
 def test_the_kernel_finds_what_a_window_sees(d, page, window, dtype):
     """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
     b, pages, room = 16, 100, 8 * page
