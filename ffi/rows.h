@@ -194,15 +194,8 @@ inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t b
   return codes;
 }
 
-// The keys of such a box: as many as divide a page, up to one of swizzled rows that divides every tile of keys.
-inline int64_t BoxOfPage(int64_t page) { return std::min<int64_t>(page & -page, 64); }
-
-// That of a source. A window begins and ends within boxes, whose other keys are loaded in vain: so it has eight or more.
-inline int64_t BoxOf(const SourceShape& source) {
-  const int64_t window = source.window, box = BoxOfPage(source.s_batch);
-  if (!IsWindow(source.kind)) return box;
-  return std::min<int64_t>(box, 8 << ((window >= 128) + (window >= 256) + (window >= 512)));
-}
+// The keys of such a box: as many as divide a page and a tile, up to one of swizzled rows.
+inline int64_t BoxOfPage(int64_t page, int64_t tile_n) { return std::min({page & -page, tile_n & -tile_n, int64_t{64}}); }
 
 // The same array as tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
 // t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
@@ -244,7 +237,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     return TooLarge("b * " + s_kv, shape.b * source.s_batch, kMaxExtent);
   }
   static constexpr int64_t kLeastBox = 8;  // this many rows are swizzled alike
-  const int64_t box = BoxOfPage(source.s_batch);
+  const int64_t box = BoxOfPage(source.s_batch, tiles.tile_n);
   if (IsInPages(source.kind)) {
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;
@@ -263,7 +256,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   if constexpr (requires { x->k.map; }) {
     const bool in_pages = IsInPages(source.kind);
     const auto keys = [&](void* address) {
-      return in_pages ? Pages(shape, source, BoxOf(source), address) : Keys(shape, source.s_kv, tiles.tile_n, address);
+      return in_pages ? Pages(shape, source, box, address) : Keys(shape, source.s_kv, tiles.tile_n, address);
     };
     x->k = tiles.gathers ? GatheredKeys(shape, source, at.k) : keys(at.k);
     x->v = keys(at.v);
@@ -278,7 +271,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   x->s_kv = I32(source.s_kv);
   if constexpr (requires { x->k_pages; }) {
     x->k_pages = at.k_pages, x->v_pages = at.v_pages;
-    x->page = I32(source.s_batch), x->box = I32(BoxOf(source));
+    x->page = I32(source.s_batch), x->box = I32(box);
     x->width = I32(source.s_kv / std::max<int64_t>(source.s_batch, 1));
     x->pages = I32(source.pages), x->window = I32(source.window);
     x->scales = at.scales;

@@ -96,7 +96,8 @@ class MhaFwdPagedSm90(MhaFwdSm90):
         rows, output = self.rows(Shapes(c.d, b, n), q, o)
         of_pages = Shapes(c.d, pages, n)
         tma = (y for array in (k0, v0) for y in self.boxes(of_pages.keys(array, page)))
-        box, others = cutlass.min(page & (0 - page), self.largest_box(window)), self.others(pages, window, scales0)
+        largest_box, others = min(c.tile_n & -c.tile_n, LARGEST_BOX), self.others(pages, window, scales0)
+        box = cutlass.min(page & (0 - page), largest_box)
         operands = PagedOperands(from0, to0, s_kv0, k_pages0, v_pages0, s_kv0 // page, page, box, others)
         results = RowResults(sink, lse, o_parts)
         self.launch_persistent(rows, output, ((*tma, operands),), results, scale_log2, n=n, ctas=ctas, stream=stream)
@@ -104,10 +105,6 @@ class MhaFwdPagedSm90(MhaFwdSm90):
     def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
         """Those that this kernel takes."""
         return ()
-
-    def largest_box(self, window: Int32) -> int | Int32:
-        """Keys of a box, at most."""
-        return LARGEST_BOX
 
     def boxes(self, pool: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The copies of a pool's boxes."""

@@ -22,10 +22,27 @@ from kernels.lib.spans import RowSpans, load_span
 from kernels.lib.splits import own_part
 from kernels.lib.wgmma import tma_tiles
 
-from .config import BOX, Config
+from .config import Config
 from .kernel import Consumer, MhaFwdSm90, RoundedSoftmax, key_tiles
 from .paged import BOX_BITS, MhaFwdPagedSm90, PagedOperands, PagedSpan
 from .smem import Barriers, Shared
+
+
+@dataclass(frozen=True)
+class WindowConfig(Config):
+    """128 keys, which begin and end anywhere, are nine boxes: of one tile, or of three where they come as codes."""
+
+    @property
+    def tile_n(self) -> int:
+        return {64: 144, 128: 48 if super().stages_of_codes else 144}.get(self.d, super().tile_n)
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.d == 128 and not super().stages_of_codes else 2
+
+    @property
+    def stages_of_codes(self) -> int:
+        return {64: 3, 128: 6, 256: 2}[self.d] if super().stages_of_codes else 0
 
 
 class Boxes(NamedTuple):
@@ -85,10 +102,6 @@ class WindowSteps:
 
     def others(self, pages: Int32, window: Int32, scales: cute.Pointer) -> tuple:
         return (pages, window, *super().others(pages, window, scales))
-
-    def largest_box(self, window: Int32) -> Int32:
-        """A window begins and ends within boxes, whose other keys are loaded in vain: so it has eight or more."""
-        return BOX << sum(Int32(window >= n) for n in (128, 256, 512))
 
     def scheduler(self, operands: PagedOperands, n: Extents) -> WindowScheduler:
         return WindowScheduler.of(n)
@@ -221,5 +234,5 @@ class MhaFwdPagedWindowSm90(WindowSteps, MhaFwdPagedSm90):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources)
+    config = WindowConfig(variant.d, variant.dtype, variant.sources)
     return MhaFwdPagedWindowSm90(config).compile(variant, out_dir, ctas=config.ctas)
