@@ -7,6 +7,7 @@ from .records import (
     DECODE,
     FORWARD,
     GQA,
+    GRAD,
     LATENT,
     LAYER,
     NOTED,
@@ -14,6 +15,7 @@ from .records import (
     PROFILES,
     STEP,
     bullets,
+    has_own_values,
     launched,
     micro,
     of_peer,
@@ -36,9 +38,16 @@ def dsv4() -> str:
     return table("layer | µs | TFLOP/s | of the roofline | two passes / ours", rows)
 
 
+def own_values() -> str:
+    """Prompts at d 512 with V of their own, and their gradients."""
+    rows = filter(has_own_values, [*rows_of(FORWARD, "dense", "xla"), *rows_of(GRAD, "grad", "xla")])
+    return "; ".join(f"{name} {time} µs ({rate} TFLOP/s, XLA {xla} times)" for name, time, rate, _, xla in rows) + "."
+
+
 def dense() -> str:
     rows = [*rows_of(FORWARD, "dense", "cudnn", "xla"), *rows_of(FORWARD, "window", "cudnn", "xla")]
     rows = [row for row in rows if not ("d 512" in row[0] and "float16" in row[0])]  # these kernels are gone
+    rows = [row for row in rows if not has_own_values(row)]
     return table("attention | µs | TFLOP/s | of the roofline | cuDNN / ours | XLA / ours", rows)
 
 
