@@ -8,6 +8,7 @@ from .records import (
     NOTED,
     SMS,
     bullets,
+    has_own_values,
     launched,
     micro,
     of_peer,
@@ -37,7 +38,7 @@ def gradients(dims: tuple[int, ...], peer: str, beside: Callable[[dict[str, Any]
     """Both passes are forward and backward; the other columns are the backward pass alone."""
     rows = []
     for row in suite(GRAD, "grad"):
-        if row["case"]["d"] in dims:
+        if row["case"]["d"] in dims and not has_own_values([row["name"]]):
             name = row["name"].removeprefix("gradient of ")
             both = micro(row["times"]["both"]["seconds"])
             rows.append([name, micro(ours(row)), rate(row), share(row), both, beside(row), _deterministic(row)])
