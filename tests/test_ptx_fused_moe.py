@@ -287,7 +287,7 @@ def test_a_fault_is_found(planted):
     ("edit", "changed", "raises"),
     [
         (to(r" 0, 1024,", " 1024, 1024,"), {}, (Race, Wrong)),
-        (to(r" 0, 1024,", " 0, 0,"), {}, (Race, Wrong)),
+        (to(r" 0, 1024,", " 0, 0,"), {}, (Wrong, Fault)),
         (to(r"bar\.sync\s+0;", "", slice(0, 1)), {}, (Race, Undefined)),
         (to(r"bar\.sync\s+0;", "", slice(1, 2)), {}, Race),
         (to(r"bar\.sync\s+0;", "", slice(2, 3)), {}, (Race, Undefined)),

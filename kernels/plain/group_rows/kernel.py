@@ -4,8 +4,8 @@
     place     where the rows of a group begin, and its tiles, by a prefix sum over groups, one to a thread
     sort      each of this CTA's rows goes to the next place of its group
 
-CTAs do not talk to each other: each of 1024 threads counts all rows, of which it reads four bytes. One CTA for all rows
-took ten times as long for 24576 of them: each store to a place is a sector, and each round waited for memory twice.
+CTAs do not talk to each other: each counts all rows, of which it reads four bytes. One CTA for all rows took 62 us for
+24576 of them on an H200: each store to a place is a sector, and each 1024 rows waited for memory twice.
 
 A row whose group is not one of these, as that of an expert of another device, gets no place. Rows of a group are in no
 particular order: what a row gets does not depend on it.
