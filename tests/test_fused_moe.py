@@ -225,14 +225,23 @@ def test_experts_of_two_devices_add_up(kind, matrices):
     assert off(y, wanted(x, round_inner=False)) < 1e-5
 
 
+@pytest.mark.parametrize("matrices", WEIGHTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_channels_of_two_devices_add_up(kind):
-    """In a shard_map each device has some channels of every expert, and gathers no others."""
-    x = Problem.of([3, 4], inner=512)
-    given, w13, w2, chosen, weights = operands(x, jnp.float32, is_packed=False)
+def test_channels_of_two_devices_add_up(kind, matrices):
+    """In a shard_map each device has some channels of every expert, and gathers no others: of packed matrices tiles of
+    rows of w13, and slabs of columns of w2.
+    """
+    x, (given, w13, w2, chosen, weights) = given_in(matrices, [3, 4], jnp.float32, inner=512)
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(KINDS[kind],))
     of_13, of_2 = P(None, None, "tensor"), P(None, None, "tensor")
-    w13, w2 = (jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in ((w13, of_13), (w2, of_2)))
+    if matrices != "bfloat16":
+        of_13, of_2 = (
+            dataclasses.replace(w, data=spec, factor=P()) for w, spec in ((w13, P(None, "tensor")), (w2, of_2))
+        )
+    w13, w2 = (
+        jax.device_put(w, jax.tree.map(functools.partial(NamedSharding, mesh), spec))
+        for w, spec in ((w13, of_13), (w2, of_2))
+    )
 
     def of_device(*args):
         return jax.lax.psum(fused_moe(*args, limit=LIMIT), "tensor")
@@ -297,10 +306,25 @@ def test_transformations(matrices):
     assert np.isfinite(of_x).all() and np.abs(of_weights).max() > 0
 
 
-def test_a_kernel_has_no_gradient():
-    args = operands(Problem.of([2, 5]))
-    with pytest.raises(NotImplementedError, match="implementation='reference'"):
-        jax.grad(lambda given: fused_moe(given, *args[1:]).astype(jnp.float32).sum())(args[0])
+@pytest.mark.parametrize("matrices", ["MXFP4", "FP8"])
+def test_packed_matrices_have_the_gradient_of_what_they_stand_for(matrices):
+    """In x and weights; a derivative in a factor is an error."""
+    _, (given, w13, w2, chosen, weights) = given_in(matrices, [2, 0, 5])
+
+    def result(w13, w2):
+        y, back = jax.vjp(lambda x, of: fused_moe(x, w13, w2, chosen, of, limit=LIMIT), given, weights)
+        return back(jnp.ones_like(y))
+
+    for got, want in zip(result(w13, w2), result(*(w.unpacked(jnp.bfloat16) for w in (w13, w2))), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.asarray(got).any()
+
+    def of_factor(factor):
+        w = dataclasses.replace(w2, factor=factor)
+        return fused_moe(given, w13, w, chosen, weights).astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match=r"a derivative in w2\.factor, wanted .*implementation='reference'"):
+        jax.grad(of_factor)(w2.factor)
 
 
 @pytest.mark.skipif(not native.built(GroupedProduct), reason="without kernels")

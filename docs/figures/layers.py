@@ -149,7 +149,8 @@ def experts() -> str:
             continue
         least = max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
         products = row["times"]["ours"]["kernels"]["grouped_product_sm90_0"]
-        of = f"{row['case'].get('weights', 'MXFP4')}, {row['case']['tokens']}"
+        among = "" if row["case"]["experts"] == 256 else f", {row['case']['experts']} experts"
+        of = f"{row['case'].get('weights', 'MXFP4')}, {row['case']['tokens']}{among}"
         rows.append(
             [of, f"{row['bytes'] / 1e6:.0f}", *map(micro, (least, ours(row), ours(row) - products)), share(row)]
         )
