@@ -173,14 +173,14 @@ def _of_packed(x: Any, weights: Any, *operands: Any, limit: float, num_experts: 
 
 def _unpacked_gradient(x: Any, weights: Any, *operands: Any, **how: Any) -> Arrays:
     """The gradients of x and weights, by the matrices in x's dtype; XLA leaves out what is for those of matrices."""
-    *arrays, chosen, dy = operands
+    data13, factor13, data2, factor2, chosen, dy = operands
 
     def unpacked(data: jax.Array, factor: jax.Array, gated: bool) -> jax.Array:
         """Expert by expert, so that what is between takes no more memory than one of them."""
         one = lambda w: PackedExperts(w[0][None], w[1][None], gated).unpacked(x.dtype)[0]  # noqa: E731
         return jax.lax.map(one, (data[0], factor[0]))
 
-    w13, w2 = unpacked(*arrays[:2], gated=True), unpacked(*arrays[2:], gated=False)
+    w13, w2 = unpacked(data13, factor13, True), unpacked(data2, factor2, False)
     _, back = jax.vjp(lambda x, of: fused_moe(x, w13, w2, chosen, of, **how), x, weights)
     gradients: Arrays = back(dy)
     return gradients
