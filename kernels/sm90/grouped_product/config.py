@@ -10,7 +10,6 @@ from kernels.lib.wgmma import SLAB
 from .weights import FORMATS, Bfloat16, Fp8, Mxfp4
 
 LANES_A_ROW = 8  # neighbouring lanes copy a row of 128 bytes
-STEP = 8  # a product has a multiple of so many rows of x
 BLOCK = 16  # rows of a matrix that a warp multiplies: in memory they are 16 neighbours, or 8 gates and 8 beside them
 SLAB_OF_8_BITS = ROWS_OF_WARPGROUP * SLAB  # bytes
 SMEM_OF_SM, SMEM_RESERVED = 228 * 1024, 1024  # bytes; the latter of each CTA
@@ -64,9 +63,14 @@ class Config:
         return 1 if self.is_few else 2
 
     @property
+    def step(self) -> int:
+        """A product has a multiple of so many rows of x."""
+        return 8 if self.is_few else 16
+
+    @property
     def columns(self) -> tuple[int, ...]:
         """The numbers of rows of x that a product may have: the least that has a tile's rows is taken."""
-        return tuple(range(STEP, self.max_rows + 1, STEP))
+        return tuple(range(self.step, self.max_rows + 1, self.step))
 
     @property
     def loaders(self) -> int:

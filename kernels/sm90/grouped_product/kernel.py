@@ -57,7 +57,7 @@ from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import K_MAJOR, SLAB, multiply, operand_b, register_operand, tiled_mma
 
-from .config import BLOCK, LANES_A_ROW, STEP, Config
+from .config import BLOCK, LANES_A_ROW, Config
 from .weights import STEPS
 
 CHUNK = 8  # elements of one 16-byte copy
@@ -265,7 +265,7 @@ class GroupedProductSm90(Kernel):
             for i in cutlass.range_constexpr(c.rows_of_loader):
                 row = i * c.rows_at_a_time + row0
                 source[i] = self.row_of_x(tile, cutlass.min(row, tile.rows - 1), rows, n)
-            padded = ceil_div(tile.rows, Int32(STEP)) * STEP  # a product reads zeros in place of rows
+            padded = ceil_div(tile.rows, Int32(c.step)) * c.step  # a product reads zeros in place of rows
             if cutlass.const_expr(c.is_packed):
                 codes = self.codes_of(tile, w, n)
             else:
@@ -328,11 +328,11 @@ class GroupedProductSm90(Kernel):
             codes = of_w + group * c.units * c.tile_bytes + c.format.place(thread)
             if cutlass.const_expr(c.is_few):
                 for j in cutlass.range_constexpr(len(c.columns)):
-                    if (tile.rows > c.columns[j] - STEP) & (tile.rows <= c.columns[j]):
+                    if (tile.rows > c.columns[j] - c.step) & (tile.rows <= c.columns[j]):
                         self.multiply_few(c.columns[j], ring, fill, stages, of_x, codes, sums[0])
             else:
                 for j in cutlass.range_constexpr(len(c.columns)):
-                    if (tile.rows > c.columns[j] - STEP) & (tile.rows <= c.columns[j]):
+                    if (tile.rows > c.columns[j] - c.step) & (tile.rows <= c.columns[j]):
                         self.multiply(c.columns[j], ring, fill, stages, of_x, codes, sums)
             if cutlass.const_expr(c.gated and not c.is_few):
                 self.read_weights(of_rows, rows, tile, thread)
