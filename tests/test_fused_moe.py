@@ -20,7 +20,7 @@ from jax_dsv4_fmha._testing import experts as cases
 from jax_dsv4_fmha._testing.cases import MODEL
 from jax_dsv4_fmha._testing.experts import E4M3, LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
 from kernels.abi import MOST_GROUPS, GroupedProduct
-from tests.helpers import collectives
+from tests.helpers import collectives, kernels_in_graphs
 from tests.transformed import KINDS
 
 CASES = [case for case in MODEL if isinstance(case, ExpertsCase)]
@@ -464,6 +464,23 @@ def test_kernel(rows, matrices):
     y = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))(*args)
     assert off(y, wanted(x)) < 2**-6
     assert off(y, wanted(x)) < 1.5 * off(fused_moe(*args, limit=LIMIT, implementation="reference"), wanted(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("rows", [[1, 0, 9, 20], [700, 150, 3, 390]], ids=["few rows", "many rows"])
+def test_kernels_under_cuda_graphs(rows):
+    """What launches one by one make, of operands that moved in memory too."""
+    _, args = given_in("MXFP4", rows, k=512)
+    lowered = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin")).lower(*args)
+    graph, alone = (lowered.compile({"xla_gpu_graph_min_graph_size": least}) for least in ("1", "10000"))
+    for i in range(4):
+        moved = [jax.tree.map(jnp.copy, a[:, ::-1] if i % 2 and j in (0, 3, 4) else a) for j, a in enumerate(args)]
+        got, want = (np.asarray(run(*moved).view(jnp.uint16)) for run in (graph, alone))
+        np.testing.assert_array_equal(got, want)
+    for run, is_graph in ((graph, True), (alone, False)):
+        found = kernels_in_graphs(run, *args)
+        assert [found[x] for x in found if x.startswith("group")] == [is_graph] * 2, found
 
 
 @pytest.mark.gpu
