@@ -52,8 +52,9 @@ inline int64_t RowsOfTile(const FusedMoeShape& x) {
 // Room for the tiles of rows, of tile_m rows at most.
 inline int64_t MostTiles(const FusedMoeShape& x, int64_t tile_m) { return x.experts + x.rows() / tile_m; }
 
+// A CTA has a thread for each group that there may be, and sorts a row a thread.
 inline Plan<GroupRowsArguments> PlanGroupRows(const FusedMoeShape& x, int64_t tile_m, const FusedMoeAddresses& at) {
-  return {.grid = 1,
+  return {.grid = U32(CeilDiv(x.rows(), int64_t{kMostGroups})),
           .arguments = {.group = at.group,
                         .chosen_weight = at.chosen_weight,
                         .list = at.list,

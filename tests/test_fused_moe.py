@@ -20,7 +20,7 @@ from jax_dsv4_fmha._testing import experts as cases
 from jax_dsv4_fmha._testing.cases import MODEL
 from jax_dsv4_fmha._testing.experts import E4M3, LIMIT, ExpertsCase, Problem, numbers, off, operands, wanted
 from kernels.abi import MOST_GROUPS, GroupedProduct
-from tests.helpers import collectives
+from tests.helpers import collectives, kernels_in_graphs
 from tests.transformed import KINDS
 
 CASES = [case for case in MODEL if isinstance(case, ExpertsCase)]
@@ -225,14 +225,23 @@ def test_experts_of_two_devices_add_up(kind, matrices):
     assert off(y, wanted(x, round_inner=False)) < 1e-5
 
 
+@pytest.mark.parametrize("matrices", WEIGHTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_channels_of_two_devices_add_up(kind):
-    """In a shard_map each device has some channels of every expert, and gathers no others."""
-    x = Problem.of([3, 4], inner=512)
-    given, w13, w2, chosen, weights = operands(x, jnp.float32, is_packed=False)
+def test_channels_of_two_devices_add_up(kind, matrices):
+    """In a shard_map each device has some channels of every expert, and gathers no others: of packed matrices tiles of
+    rows of w13, and slabs of columns of w2.
+    """
+    x, (given, w13, w2, chosen, weights) = given_in(matrices, [3, 4], jnp.float32, inner=512)
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(KINDS[kind],))
     of_13, of_2 = P(None, None, "tensor"), P(None, None, "tensor")
-    w13, w2 = (jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in ((w13, of_13), (w2, of_2)))
+    if matrices != "bfloat16":
+        of_13, of_2 = (
+            dataclasses.replace(w, data=spec, factor=P()) for w, spec in ((w13, P(None, "tensor")), (w2, of_2))
+        )
+    w13, w2 = (
+        jax.device_put(w, jax.tree.map(functools.partial(NamedSharding, mesh), spec))
+        for w, spec in ((w13, of_13), (w2, of_2))
+    )
 
     def of_device(*args):
         return jax.lax.psum(fused_moe(*args, limit=LIMIT), "tensor")
@@ -297,10 +306,25 @@ def test_transformations(matrices):
     assert np.isfinite(of_x).all() and np.abs(of_weights).max() > 0
 
 
-def test_a_kernel_has_no_gradient():
-    args = operands(Problem.of([2, 5]))
-    with pytest.raises(NotImplementedError, match="implementation='reference'"):
-        jax.grad(lambda given: fused_moe(given, *args[1:]).astype(jnp.float32).sum())(args[0])
+@pytest.mark.parametrize("matrices", ["MXFP4", "FP8"])
+def test_packed_matrices_have_the_gradient_of_what_they_stand_for(matrices):
+    """In x and weights; a derivative in a factor is an error."""
+    _, (given, w13, w2, chosen, weights) = given_in(matrices, [2, 0, 5])
+
+    def result(w13, w2):
+        y, back = jax.vjp(lambda x, of: fused_moe(x, w13, w2, chosen, of, limit=LIMIT), given, weights)
+        return back(jnp.ones_like(y))
+
+    for got, want in zip(result(w13, w2), result(*(w.unpacked(jnp.bfloat16) for w in (w13, w2))), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.asarray(got).any()
+
+    def of_factor(factor):
+        w = dataclasses.replace(w2, factor=factor)
+        return fused_moe(given, w13, w, chosen, weights).astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match=r"a derivative in w2\.factor, wanted .*implementation='reference'"):
+        jax.grad(of_factor)(w2.factor)
 
 
 @pytest.mark.skipif(not native.built(GroupedProduct), reason="without kernels")
@@ -440,6 +464,23 @@ def test_kernel(rows, matrices):
     y = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin"))(*args)
     assert off(y, wanted(x)) < 2**-6
     assert off(y, wanted(x)) < 1.5 * off(fused_moe(*args, limit=LIMIT, implementation="reference"), wanted(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("rows", [[1, 0, 9, 20], [700, 150, 3, 390]], ids=["few rows", "many rows"])
+def test_kernels_under_cuda_graphs(rows):
+    """What launches one by one make, of operands that moved in memory too."""
+    _, args = given_in("MXFP4", rows, k=512)
+    lowered = jax.jit(functools.partial(fused_moe, limit=LIMIT, implementation="cubin")).lower(*args)
+    graph, alone = (lowered.compile({"xla_gpu_graph_min_graph_size": least}) for least in ("1", "10000"))
+    for i in range(4):
+        moved = [jax.tree.map(jnp.copy, a[:, ::-1] if i % 2 and j in (0, 3, 4) else a) for j, a in enumerate(args)]
+        got, want = (np.asarray(run(*moved).view(jnp.uint16)) for run in (graph, alone))
+        np.testing.assert_array_equal(got, want)
+    for run, is_graph in ((graph, True), (alone, False)):
+        found = kernels_in_graphs(run, *args)
+        assert [found[x] for x in found if x.startswith("group")] == [is_graph] * 2, found
 
 
 @pytest.mark.gpu

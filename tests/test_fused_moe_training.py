@@ -366,6 +366,52 @@ def test_a_gradient_by_kernels(rows, limit):
         assert n or not (np.asarray(got[2][e]).any() or np.asarray(got[3][e]).any())
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_packed_experts_of_two_devices(kind):
+    """Each device unpacks its own."""
+    args = operands(Problem.of([3, 0, 4, 8]))
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(KINDS[kind],))
+    spec = P("expert")
+    placed = [jax.device_put(a, NamedSharding(mesh, spec if i in (1, 2) else P())) for i, a in enumerate(args)]
+
+    def of_device(given, w13, w2, chosen, weights):
+        first = jax.lax.axis_index("expert") * w13.experts
+        return jax.lax.psum(fused_moe(given, w13, w2, chosen - first, weights, limit=LIMIT), "expert")
+
+    def run(f, given, w13, w2, chosen, weights):
+        y, back = jax.vjp(lambda x, of: f(x, w13, w2, chosen, of), given, weights)
+        return y, *back(0 * y + jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype))
+
+    f = jax.shard_map(of_device, mesh=mesh, in_specs=(P(), spec, spec, P(), P()), out_specs=P())
+    program = jax.jit(functools.partial(run, f)).lower(*placed).compile()
+    assert set(collectives(program)) == {"all-reduce"}
+    want = run(functools.partial(fused_moe, limit=LIMIT, implementation="reference"), *args)
+    for a, b in zip(program(*placed), want, strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("fp8", [False, True], ids=["MXFP4", "FP8"])
+def test_a_gradient_of_packed_matrices_by_kernels(fp8):
+    """The bits of the one from arrays; no gradient of a matrix is made."""
+    given, w13, w2, chosen, weights = operands(Problem.of([0, 150, 3, 90], k=512, inner=256, fp8=fp8))
+
+    def result(w13, w2, given, weights):
+        y, back = jax.vjp(
+            lambda x, of: fused_moe(x, w13, w2, chosen, of, limit=LIMIT, implementation="cubin"), given, weights
+        )
+        return back(jnp.ones_like(y))
+
+    run = jax.jit(result).lower(w13, w2, given, weights).compile()
+    assert "expert_product_turned" in run.as_text() and "expert_outer_product" not in run.as_text()
+    arrays = (w.unpacked(jnp.bfloat16) for w in (w13, w2))
+    for got, want in zip(run(w13, w2, given, weights), jax.jit(result)(*arrays, given, weights), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_what_is_not_a_number_stays_in_its_experts():

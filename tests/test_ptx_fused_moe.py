@@ -109,7 +109,7 @@ def of(gated, few=True, weights="mxfp4"):
 
 @pytest.mark.skipif(SORT is None, reason="without kernels")
 @pytest.mark.parametrize("tile", [FEW_ROWS, MANY_ROWS])
-@pytest.mark.parametrize("rows", [[1], [0, 0, 3], [40, 0, 130, 1, 0, 16], [700, 0, 333]])
+@pytest.mark.parametrize("rows", [[1], [0, 0, 3], [40, 0, 130, 1, 0, 16], [700, 0, 333], [1000, 0, 1100, 3]])
 def test_sort(rows, tile):
     x = Problem.of(rows)
     judge_sort(x, tile, sort(SORT, x, tile))
@@ -286,7 +286,9 @@ def test_a_fault_is_found(planted):
 @pytest.mark.parametrize(
     ("edit", "changed", "raises"),
     [
-        (to(r"bar\.sync\s+0;", "", slice(0, 1)), {}, Race),
+        (to(r" 0, 1024,", " 1024, 1024,"), {}, (Race, Wrong)),
+        (to(r" 0, 1024,", " 0, 0,"), {}, (Wrong, Fault)),
+        (to(r"bar\.sync\s+0;", "", slice(0, 1)), {}, (Race, Undefined)),
         (to(r"bar\.sync\s+0;", "", slice(1, 2)), {}, Race),
         (to(r"bar\.sync\s+0;", "", slice(2, 3)), {}, (Race, Undefined)),
         (to(r"bar\.sync\s+0;", "", slice(3, 4)), {}, (Race, Wrong)),
@@ -294,9 +296,19 @@ def test_a_fault_is_found(planted):
         (str, {"tile": lambda n: n + 1}, Wrong),
         (str, {"rows": lambda n: n - 2}, (Wrong, Fault)),
     ],
-    ids=["counts at 0", "all are counted", "sums of warps", "places begin", "a group less", "larger tiles", "rows"],
+    ids=[
+        "rows before this CTA's",
+        "rows after",
+        "counts at 0",
+        "all are counted",
+        "sums of warps",
+        "places begin",
+        "a group less",
+        "larger tiles",
+        "rows",
+    ],
 )
 def test_a_fault_of_the_sort_is_found(edit, changed, raises):
-    x = Problem.of([40, 0, 130, 1, 20])
+    x = Problem.of([600, 0, 530, 1, 20])  # of two CTAs
     with pytest.raises(raises):
         judge_sort(x, FEW_ROWS, sort(SORT, x, FEW_ROWS, edit=edit, **changed))

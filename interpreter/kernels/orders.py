@@ -1,5 +1,5 @@
-"""Every order of the launches of attention, to few queries too, of its gradients, of a step's and of training's
-products, of an indexer's scores and of its teacher: `interpreter/orders` says what that is.
+"""Every order of the launches of attention, to few queries too, of its gradients, of a step's, of experts' and of
+training's products, of an indexer's scores and of its teacher: `interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100f                those whose keys have all of these words
@@ -23,6 +23,7 @@ from kernels.abi import (
     ExpertProduct,
     FewRowsProduct,
     Forward,
+    GroupedProduct,
     MhaBackward,
     MlaBackward,
     Probabilities,
@@ -36,7 +37,7 @@ from ..arguments import count
 from ..machine import scheduler
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
-from . import by_columns, expert_product, few_rows_product, gradients, mha_backward, native
+from . import by_columns, expert_product, few_rows_product, fused_moe, gradients, mha_backward, native
 from .launch import Kernel
 from .prepared import Interpreted, OfIndexer, Prepared, is_typical
 
@@ -60,6 +61,10 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
     if isinstance(variant, FewRowsProduct):
         x = few_rows_product.Problem.around(variant, len(edits.barriers(kernel.ptx)) // 2)  # a stage has two barriers
         yield "rows", lambda seed: few_rows_product.launched(x, seed=seed)
+        return
+    if isinstance(variant, GroupedProduct):
+        experts = fused_moe.typical(variant)
+        yield "groups", lambda seed: fused_moe.product_launched(variant, experts, seed=seed)
         return
     if isinstance(variant, ExpertProduct):
         groups = expert_product.typical(variant)
@@ -89,7 +94,7 @@ def keys(words: Sequence[str]) -> list[str]:
     not among them: their consumers rely on more than this argument knows (docs/interpreter.md).
     """
     of_attention = Forward | RowScores | RowColumns | MlaBackward | MhaBackward
-    families = of_attention | Probabilities | FewRowsProduct | ExpertProduct | OfIndexer
+    families = of_attention | Probabilities | FewRowsProduct | GroupedProduct | ExpertProduct | OfIndexer
     typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
     shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
     return [

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.abi import (
-    ExpertProduct,
-    FewRowsProduct,
     Forward,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
-    MhaBackward,
     MlaBackward,
     Probabilities,
-    RowColumns,
-    RowScores,
+    Variant,
 )
 from kernels.variants import typical
 
@@ -31,7 +27,7 @@ Interpreted = Forward | MlaBackward | OfIndexer | Probabilities
 Judge = Callable[[Machine], None]
 
 
-def is_typical(v: Interpreted | RowScores | RowColumns | MhaBackward | FewRowsProduct | ExpertProduct) -> bool:
+def is_typical(v: Variant) -> bool:
     """True if it stands for those that differ from it in numbers alone: in dtype, or an indexer's heads."""
     return typical(v, ("dtype", "heads")) == v
 

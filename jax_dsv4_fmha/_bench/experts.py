@@ -245,6 +245,7 @@ SUITE = Suite(
     (
         *(ExpertsRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
         *(ExpertsRow(tokens=n, weights=weights) for weights in ("FP8", "bfloat16") for n in (1, 64, 4096)),
+        ExpertsRow(tokens=4096, experts=16, weights="bfloat16"),
         *(ExpertsGradientRow(tokens=n) for n in (2048, 8192)),
         *(HyperConnectionRow(tokens=n) for n in (1, 8, 64, 256, 1024, 4096)),
         *(RouteRow(tokens=n, peers=("xla",)) for n in (1, 8, 64, 256, 1024, 4096)),

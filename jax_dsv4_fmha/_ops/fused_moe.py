@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .. import _check
 from .._definitions import experts
 from .._definitions.experts import UNIT, Experts, PackedExperts
-from .._dispatch.autodiff import Differentiable, Function, Keeping
+from .._dispatch.autodiff import Differentiable, Function, Keeping, constant
 from .._dispatch.lowering import choose, choose_backward
 from .._dispatch.manual_axes import vary, varying
 from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op, Params
@@ -64,10 +64,11 @@ def fused_moe(
       implementation: as in `fmha`.
 
     Returns:
-      `[b, s, k]` in x's dtype. From arrays it has a gradient, in x, weights, w13 and w2, each in its own dtype; without
-      a kernel it is the definition's, where every expert multiplies all tokens. From packed matrices it has none on a
-      kernel. Under `jax.vmap` the definition runs. A policy of `jax.checkpoint` that saves the name "dsv4_fmha_gates"
-      keeps what gates and up projections make, `[b, s, c, 2, n]`, so that kernels make no product twice.
+      `[b, s, k]` in x's dtype. It has a gradient, in x, weights, w13 and w2, each in its own dtype; without a kernel it
+      is the definition's, where every expert multiplies all tokens. From packed matrices it is that of x and weights
+      alone, by the matrices in x's dtype, which it unpacks first. Under `jax.vmap` the definition runs. A policy of
+      `jax.checkpoint` that saves the name "dsv4_fmha_gates" keeps what gates and up projections make of arrays,
+      `[b, s, c, 2, n]`, so that kernels make no product twice.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -95,6 +96,7 @@ def fused_moe(
         e = dims["e"]
     chosen = _check.operand(op, "chosen", chosen, "b s c", dims, _check.INT)
     weights = _check.operand(op, "weights", weights, "b s c", dims, _check.FP32)
+    asked = ("limit", limit), ("num_experts", num_experts), ("implementation", implementation)
     limit = math.inf if limit is None else _check.number(op, "limit", limit, "a float > 0", lambda y: y > 0)
     num_experts = e if num_experts is None else _check.integer(op, "num_experts", num_experts, e)
     _check.implementation(op, implementation)
@@ -104,9 +106,10 @@ def fused_moe(
     use = choose(op, implementation, support)
     params = (("limit", limit),)
     of_all = (*params, ("num_experts", num_experts))
-    arrays = (a[None] for a in jax.tree.leaves((w13, w2)))
+    arrays = [a[None] for a in jax.tree.leaves((w13, w2))]
     if isinstance(w13, PackedExperts):
-        run = Differentiable(Call(_OF_PACKED, use, of_all, support), None)
+        arrays[1::2] = (constant(a, op, f"{w}.factor") for a, w in zip(arrays[1::2], ("w13", "w2"), strict=True))
+        run = Differentiable(Call(_OF_PACKED, use, of_all, support), Function(_unpacked_gradient, asked))
     else:
         run = _trained(Call(_OF_ROWS, use, of_all, support), params, support, x.dtype)
     (y,) = run(x, weights, *arrays, chosen)
@@ -166,6 +169,21 @@ def _of_packed(x: Any, weights: Any, *operands: Any, limit: float, num_experts: 
     data13, factor13, data2, factor2 = (w[0] for w in arrays)
     w13, w2 = PackedExperts(data13, factor13, gated=True), PackedExperts(data2, factor2, gated=False)
     return (experts.of_experts(x, w13, w2, chosen, weights, limit=limit),)
+
+
+def _unpacked_gradient(x: Any, weights: Any, *operands: Any, **how: Any) -> Arrays:
+    """The gradients of x and weights, by the matrices in x's dtype; XLA leaves out what is for those of matrices."""
+    data13, factor13, data2, factor2, chosen, dy = operands
+
+    def unpacked(data: jax.Array, factor: jax.Array, gated: bool) -> jax.Array:
+        """Expert by expert, so that what is between takes no more memory than one of them."""
+        one = lambda w: PackedExperts(w[0][None], w[1][None], gated).unpacked(x.dtype)[0]  # noqa: E731
+        return jax.lax.map(one, (data[0], factor[0]))
+
+    w13, w2 = unpacked(data13, factor13, True), unpacked(data2, factor2, False)
+    _, back = jax.vjp(lambda x, of: fused_moe(x, w13, w2, chosen, of, **how), x, weights)
+    gradients: Arrays = back(dy)
+    return gradients
 
 
 def _of_rows(x: Any, weights: Any, w13: Any, w2: Any, chosen: Any, *, limit: float, num_experts: int = 0) -> Arrays:
