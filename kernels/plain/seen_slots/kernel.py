@@ -93,7 +93,7 @@ class SeenSlotsKernel(Kernel):
     def __call__(
         self,
         lengths: cute.Pointer,  # int32 [b]: tokens, the new ones included
-        position: cute.Pointer,  # int32 [b, s_q], if not that of a sequence's last token
+        position: cute.Pointer,  # int32 [b, s_q], if not those of a sequence's last tokens
         indices: cute.Pointer,  # int32 [b, s_q, topk]
         topk_length: cute.Pointer,  # int32 [b, s_q]: how many of them count, if not all
         near: cute.Pointer,  # int32 [b, s_q, window], and how many of them count: [b, s_q]
@@ -134,10 +134,11 @@ class SeenSlotsKernel(Kernel):
     @cute.kernel
     def kernel(self, given: Given, made: Made, of_window: Pages, compressed: Pages, n: Queries):
         c, thread = self.config, cute.arch.thread_idx()[0]
+        cute.arch.griddepcontrol_launch_dependents()  # attention, where it begins early, waits for this grid itself
         ctas_of_window = ceil_div(n.window, Int32(c.tile_n))
         ctas_of_row = ctas_of_window + ceil_div(n.n_far, Int32(c.tile_n))
         row, part = divide(cute.arch.block_idx()[0], ctas_of_row)
-        sequence = divide(row, n.s_q)[0]
+        sequence, query = divide(row, n.s_q)
         at = (part - ctas_of_window) * c.tile_n + thread  # among the compressed entries
         entries = cute.make_rmem_tensor(c.numbers, Int32)
         entries.fill(-1)
@@ -149,7 +150,7 @@ class SeenSlotsKernel(Kernel):
         if n.has_length > 0:
             of_far = load(given.topk_length + row)
         length = cutlass.max(load(given.lengths + sequence), 0)
-        position = length - 1
+        position = length - n.s_q + query
         if n.has_position > 0:
             position = load(given.position + row)
         begin, end = cutlass.max(position + 1 - n.window, 0), cutlass.max(position + 1, 0)
