@@ -4,7 +4,7 @@
     far[row, j]   the slot of entry indices[row, j]; without indices, of entry oldest + j
 
 It is bound by latency: a thread waits for an index beside the query's length, and then for the pages of its numbers
-together. XLA takes four kernels for it.
+together, which are on their way by then. XLA takes four kernels for it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ from cutlass import Int32, Int64, Uint32
 from kernels.abi import SeenSlots
 from kernels.aot import Compiled
 from kernels.lib.launch import Kernel, i32, pointers
+from kernels.lib.ptx import prefetch_unless
 from kernels.lib.rows import ceil_div, divide, load, store
+
+PAGES_OF_LINE = 32  # 128 bytes
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,10 @@ class SeenSlotsKernel(Kernel):
             for i in cutlass.range_constexpr(c.numbers):
                 if at + i * c.threads < n.topk:
                     entries[i] = load(given.indices + (Int64(row) * n.topk + at + i * c.threads))
+        if part < ctas_of_window:
+            self.prefetch_table(of_window, sequence, thread)
+        else:
+            self.prefetch_table(compressed, sequence, thread)
         of_far = n.topk
         if n.has_length > 0:
             of_far = load(given.topk_length + row)
@@ -177,6 +184,14 @@ class SeenSlotsKernel(Kernel):
             there = (position >= 0) & (position < length)
             store(made.near_length + row, end - begin if there else Int32(0))
             store(made.far_length + row, of_far if there else Int32(0))
+
+    @cute.jit
+    def prefetch_table(self, pool: Pages, sequence: Int32, thread: Int32):
+        """Calls a sequence's pages into L2, a line of a thread, while its indices and its length come."""
+        first = thread * PAGES_OF_LINE
+        here = cutlass.min(first, pool.width - 1)
+        wanted = Uint32((pool.page > 0) & (first < pool.width + PAGES_OF_LINE - 1))
+        prefetch_unless(0, (pool.table + (Int64(sequence) * pool.width + here)).toint(), wanted)
 
     @cute.jit
     def write(
