@@ -35,7 +35,7 @@ struct ByColumns {
     return LookUp("row_columns", device, RowColumnsChoices{.d = shape->rows.d, .dtype = call.q.dtype}, &columns);
   }
 
-  // Both launches begin while the one before them ends, for which they wait themselves.
+  // The second launch begins while the first one ends, for which it waits itself.
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
     const auto& [scores, columns] = kernels;
     const auto at = AddressesOf<ByColumnsAddresses>(call);
@@ -47,7 +47,7 @@ struct ByColumns {
       error = PlanRowColumns(shape.rows, room, call.scale, columns->TilesOn(stream.device), at, &second);
     }
     if (!error.empty()) return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
-    if (ffi::Error failed = Launch(scores, stream, first, /*overlaps=*/true); failed.failure()) return failed;
+    if (ffi::Error failed = Launch(scores, stream, first); failed.failure()) return failed;
     return Launch(columns, stream, second, /*overlaps=*/true);
   }
 };

@@ -57,8 +57,6 @@ struct Forward {
 
   // The launches for shape.rows.b sequences from `first` on. Where keys are gathered, they begin while the launch for
   // the sequences before them ends: it writes nothing that they touch, and those kernels wait for it at their end.
-  // Some kernels may also begin while what comes before the call ends, and wait for that first. They do where keys are
-  // split, for only few CTAs gain by it.
   static ffi::Error Attend(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream,
                            int64_t first) {
     const auto& [forward, combine] = kernels;
@@ -68,9 +66,7 @@ struct Forward {
     if (std::string error = PlanForward(shape, call.scale, call.eps, tiles, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }
-    plan.arguments.waits = first == 0;
-    const bool overlaps = first > 0 ? tiles.gathers : shape.rows.splits > 1 && forward->Takes("waits");
-    ffi::Error error = Launch(forward, stream, plan, overlaps);
+    ffi::Error error = Launch(forward, stream, plan, /*overlaps=*/first > 0 && tiles.gathers);
     if (error.failure() || shape.rows.splits == 1) return error;
     auto merge = PlanCombine(shape.rows, combine->threads, combine->tile_n, stream.device.processors, at);
     return Launch(combine, stream, merge, /*overlaps=*/true);

@@ -29,7 +29,6 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, float e
   x.scale_log2 = static_cast<float>(scale * 1.4426950408889634);  // log2(e)
   x.table = at.table;
   x.eps = eps;
-  x.waits = 1;
   return "";
 }
 

@@ -77,10 +77,6 @@ struct Launcher {
   int32_t cluster;  // CTAs of a cluster
   bool splits;      // whether the keys of a tile of rows may be split over CTAs
 
-  bool Takes(std::string_view param) const {
-    return std::any_of(layout->begin(), layout->end(), [&](const Param& x) { return x.name == param; });
-  }
-
   Tiles TilesOn(const Device& device) const {
     return {.tile_m = tile_m,
             .tile_n = tile_n,

@@ -60,7 +60,7 @@ MHA_PAGED = f"{HOPPER}.mha.fwd.paged"
 MHA_512 = f"{HOPPER}.mla.fwd.own_values"
 MLA_FEW_HEADS_SPANS = f"{HOPPER}.mla_few_heads.fwd_spans.kernel"
 MLA_E4M3 = f"{HOPPER}.mla.fwd_e4m3.kernel"
-MLA_STEP, MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("step", "scores", "columns"))
+MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
 FEW_ROWS_PRODUCT = f"{HOPPER}.few_rows_product.kernel"
@@ -152,7 +152,7 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
-        Forward("mla_sparse_fwd", "sm_90a", MLA_STEP, 576, "bfloat16", "v32_fp8", heads, mode=FIRST_512)
+        Forward("mla_sparse_fwd", "sm_90a", MLA, 576, "bfloat16", "v32_fp8", heads, mode=FIRST_512)
         for heads in (64, ANY)
     ),
     *(
@@ -165,7 +165,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         Forward("dsv4_decode", arch, module, 512, "bfloat16", packing, heads)
-        for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA_STEP))
+        for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
         for packing in PACKINGS_OF_V4
         for heads in (64, ANY)
         if (arch, packing, heads) != ("sm_100f", "v4_fp4", 64)  # where more heads have no other kernel

@@ -165,23 +165,6 @@ void LastSplitOverlaps() {
   EXPECT(stand_in_calls("cuLaunchKernelEx 2") == 1 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
 }
 
-// The kernel of packed keys may begin before what finds their slots has ended. It does where keys are split.
-void StepOverlaps() {
-  for (const int64_t splits : {0, 2}) {
-    Arrays arrays(splits);
-    arrays.q[3] = 576, arrays.o_parts[4] = 512;
-    const std::vector<int64_t> o{2, 3, 8, 512}, pool{5, 64 * 656}, indices{2, 3, 7};
-    ForwardCall call = arrays.Call();
-    call.target = &kMlaSparseFwdV512Target, call.packing = "v32_fp8";
-    call.sources[0].k = call.sources[0].v = arrays.Of("kv", pool, ffi::U8);
-    call.sources[0].from = arrays.Of("indices", indices, ffi::S32);
-    call.o = arrays.Of("o", o, ffi::BF16);
-    EXPECT(Execute<Forward>(call, nullptr, 0).success());
-    EXPECT(stand_in_calls("cuLaunchKernelEx 9 early") == splits / 2);
-  }
-  EXPECT(stand_in_calls("cuLaunchKernelEx 9") == 2 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
-}
-
 // The canonical order of sums is one launch over whole keys, of a kernel that has it; all else is refused.
 void Order() {
   Arrays split(2), whole(0);
@@ -381,7 +364,6 @@ int main(int argc, char** argv) {
   if (scenario == "refusals") Refusals();
   if (scenario == "last split") LastSplit();
   if (scenario == "last split overlaps") LastSplitOverlaps();
-  if (scenario == "a step overlaps") StepOverlaps();
   if (scenario == "order") Order();
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();

@@ -88,7 +88,6 @@ from kernels.variants import (
     MLA_FEW_HEADS_BACKWARD,
     MLA_FEW_HEADS_SPANS,
     MLA_SCORES,
-    MLA_STEP,
     VARIANTS,
 )
 
@@ -310,10 +309,7 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     before = {v: build.digest(v, tmp_path) for v in VARIANTS}
     for module, wanted in (
         ("lib/column_softmax.py", lambda v: v.module in (MLA_FEW_HEADS, MLA_FEW_HEADS_SPANS)),
-        (
-            "lib/packed.py",
-            lambda v: v.module in (MLA, MLA_STEP, MLA_SCORES, MHA_512, MLA_BLACKWELL) or isinstance(v, KeyCodes),
-        ),
+        ("lib/packed.py", lambda v: v.module in (MLA, MLA_SCORES, MHA_512, MLA_BLACKWELL) or isinstance(v, KeyCodes)),
         ("sm100/mla/gather.py", lambda v: v.module == MLA_BLACKWELL),
         ("plain/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),

@@ -41,11 +41,6 @@ class Forward(Variant):
         return self.mode == FEW_HEADS
 
     @property
-    def waits(self) -> bool:
-        """True if a launch may begin while the kernel that finds its keys ends."""
-        return self.arch == "sm_90a" and self.packing != ""
-
-    @property
     def turns(self) -> bool:
         """True if the kernel norms q, turns it by RoPE, and turns o back."""
         return self.mode.rotary
@@ -99,7 +94,6 @@ class Forward(Variant):
         by_tma = {"q": not self.moves_rows, "o": not self.moves_o}
         return (
             *(x for name, maps in by_tma.items() for x in (rows(name) if maps else each("address", name))),
-            *each("int32", *["waits"] * self.waits),
             *self.params_of_keys,
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),

@@ -137,7 +137,6 @@ class SeenSlotsKernel(Kernel):
     @cute.kernel
     def kernel(self, given: Given, made: Made, of_window: Pages, compressed: Pages, n: Queries):
         c, thread = self.config, cute.arch.thread_idx()[0]
-        cute.arch.griddepcontrol_launch_dependents()  # attention, where it begins early, waits for this grid itself
         ctas_of_window = ceil_div(n.window, Int32(c.tile_n))
         ctas_of_row = ctas_of_window + ceil_div(n.n_far, Int32(c.tile_n))
         row, part = divide(cute.arch.block_idx()[0], ctas_of_row)

@@ -97,7 +97,6 @@ class MlaScoresSm90(MlaFwdSm90):
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # the second kernel waits for this grid itself
         if warp < 4 * c.producers:
-            cute.arch.griddepcontrol_wait()  # for the kernel that finds its keys
             self.produce(bar, smem, rows_of_q, sources, n)
         else:
             operands = tuple(source[-1] for source in sources)
