@@ -22,8 +22,8 @@ struct SeenSlots {
               .topk = n.topk,
               .of_window = {n.window_width, call.window_room, call.window_page, call.window_pages, call.window_stride},
               .compressed = {n.width, call.room, call.page, call.pages, call.stride}};
-    if (n.n_position > 1 || (n.n_position == 0 && n.s_q > 1)) {
-      return Refuse(call.position, "shape " + Show(call.position.dimensions), "1 number last, or 0 for one query");
+    if (n.n_position > 1) {
+      return Refuse(call.position, "shape " + Show(call.position.dimensions), "0 or 1 numbers last");
     }
     if (n.n_topk_length > 1) {
       return Refuse(call.topk_length, "shape " + Show(call.topk_length.dimensions), "0 or 1 numbers last");

@@ -78,7 +78,7 @@ def barriers_of_e4m3(places: int) -> str:
     )
 
 
-AFTER_TILES_OF_E4M3 = {"factor": KIB, "rose": 64, "sums": 512, "scale": 512, "tiles": 16, "absent": 32, "inverse": 256}
+AFTER_TILES_OF_E4M3 = {"factor": KIB, "rose": 64, "sums": 512, "scale": 512, "tiles": 16, "absent": 32, "units": 512}
 E4M3 = Subject(  # two tiles and four
     "csa_fwd_e4m3_sm_90a_d512_bfloat16",
     {"b": 1, "s_q": 3, "s_kv": 90, "h_q": 8, "s_kv1": 300, "topk": 200},
@@ -260,11 +260,13 @@ FAULTS = [
         lambda text: edits.replace(text, r"(ld\.global\.b16 [^\[]*\[%rd\d+)\+512\];", lambda m: f"{m[1]}+514];"),
     ),
     PlantedFault(
-        "units twice as great",
+        "a key's unit for two keys",
         E4M3,
         Wrong,
         r"lse is wrong in \d+ of \d+ rows",
-        lambda text: edits.replace(text, "2130706432", str(2130706432 + (1 << 23))),
+        lambda text: edits.replace(
+            text, r"and\.b32 ([^;]*), -65536;", lambda m: f"shl.b32 {m[1]}, 16;", slice(64, None)
+        ),
     ),
     PlantedFault(
         "codes of keys and q read without a proxy fence",

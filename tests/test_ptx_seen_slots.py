@@ -29,6 +29,7 @@ CASES = {
         "s_q": 1, "window": 9, "of_window": RING, "compressed": PAGED, "ratio": 4, "topk": 7,
         "topk_length": (3, 7, 0, 5),
     },
+    "the last tokens": {"s_q": 3, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4, "topk": 7},
     "all that are past": {"s_q": 1, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4},
     "a ring of entries": {"s_q": 1, "window": 9, "of_window": RING, "compressed": Pool(5), "ratio": 2},
     "counted through all sequences": {
@@ -77,6 +78,7 @@ FAULTS = {  # a case, numbers of the launch that are changed, and what is wrong 
         {"stride": lambda _: 0},
         "slots of entries",
     ),
+    "a query for all last tokens": ("the last tokens", {"s_q": lambda n: n + 1}, "slots of the window"),
     "where the new tokens begin": (
         "new tokens of different numbers",
         {"has_position": lambda _: 0},
@@ -140,7 +142,7 @@ def test_kernel(case):
     lengths, *tables, indices = (jnp.asarray(numbers, jnp.int32) for numbers in lists)
     topk_length = jnp.asarray(x.topk_length, jnp.int32).reshape(x.b, 1, -1)
     topk_length = jnp.broadcast_to(topk_length, (x.b, x.s_q, topk_length.shape[2]))
-    position = jnp.asarray(x.positions).reshape(x.b, x.s_q, -1) if x.first else jnp.zeros((x.b, 1, 0), jnp.int32)
+    position = jnp.asarray(x.positions).reshape(x.b, x.s_q, -1) if x.first else jnp.zeros((x.b, x.s_q, 0), jnp.int32)
     pools = {f"window_{name}": n for name, n in x.of_window._asdict().items()} | pool._asdict()
     sizes = {name: n for name, n in pools.items() if "table" not in name} | {"window": near, "far": far}
     sizes["ratio"] = x.ratio

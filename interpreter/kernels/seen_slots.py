@@ -56,7 +56,7 @@ class Problem:
     topk: int = 0
     """indices for each query; 0 where it sees all past entries"""
     first: tuple[int, ...] = ()
-    """the position of each sequence's first query, if not that of its last token"""
+    """the position of each sequence's first query, if its queries are not its last tokens"""
     topk_length: tuple[int, ...] = ()
     """of each sequence"""
 
@@ -88,7 +88,7 @@ class Problem:
         for n, length in enumerate(self.lengths):
             length = max(length, 0)
             for i in range(self.s_q):
-                p = self.first[n] + i if self.first else length - 1
+                p = (self.first[n] if self.first else length - self.s_q) + i
                 oldest = max(p + 1 - self.window, 0)
                 for j in range(near.shape[2]):
                     near[n, i, j] = self.of_window.slot(n, (oldest + j) % self.of_window.room)

@@ -83,8 +83,7 @@ def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> Arra
     """The positions of a step's queries, int32 `[b, s_q]`; and the operand that says them."""
     first = jnp.maximum(lengths, 0) - s_q if q_offset is None else q_offset  # otherwise it might wrap around
     position = jnp.arange(s_q, dtype=jnp.int32)[None] + first[:, None]
-    is_last = q_offset is None and isinstance(s_q, int) and s_q == 1
-    return position, _none(lengths, 1, 0) if is_last else position[..., None]
+    return position, _none(lengths, s_q, 0) if q_offset is None else position[..., None]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "operands"), meta_fields=("sizes", "layouts"))
@@ -196,7 +195,11 @@ def _slots(
     stride: Any,
 ) -> Arrays:
     lengths = jnp.maximum(lengths, 0)
-    position = position[..., 0] if position.shape[2] else lengths[:, None] - 1
+    if position.shape[2]:
+        position = position[..., 0]
+    else:
+        s_q = position.shape[1]
+        position = lengths[:, None] - s_q + jnp.arange(s_q, dtype=jnp.int32)[None]
     there = (position >= 0) & (position < lengths[:, None])
     begin, end = jnp.maximum(position + 1 - window, 0), jnp.maximum(position + 1, 0)
     positions = begin[..., None] + jnp.arange(window, dtype=jnp.int32)[None, None]  # ascending, as a span has them

@@ -26,7 +26,7 @@ def seen_slots(
 
     Args:
       lengths: int32 `[b]`.
-      position: int32 `[b, s_q, 1]`, or `[b, 1, 0]` for `lengths - 1`.
+      position: int32 `[b, s_q, 1]`, or `[b, s_q, 0]` for `lengths - s_q` and those that follow.
       window_table, table: int32 `[b, n]`; n is 0 where entries are slots.
       indices: int32 `[b, s_q, far]`, or `[b, s_q, 0]` for all past entries.
       topk_length: int32 `[b, s_q, 1]`, or `[b, s_q, 0]` where all indices count.

@@ -4,7 +4,7 @@
     far[row, j]   the slot of entry indices[row, j]; without indices, of entry oldest + j
 
 It is bound by latency: a thread waits for an index beside the query's length, and then for the pages of its numbers
-together. XLA takes four kernels for it.
+together, which are on their way by then. XLA takes four kernels for it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,10 @@ from cutlass import Int32, Int64, Uint32
 from kernels.abi import SeenSlots
 from kernels.aot import Compiled
 from kernels.lib.launch import Kernel, i32, pointers
+from kernels.lib.ptx import prefetch_unless
 from kernels.lib.rows import ceil_div, divide, load, store
+
+PAGES_OF_LINE = 32  # 128 bytes
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class SeenSlotsKernel(Kernel):
     def __call__(
         self,
         lengths: cute.Pointer,  # int32 [b]: tokens, the new ones included
-        position: cute.Pointer,  # int32 [b, s_q], if not that of a sequence's last token
+        position: cute.Pointer,  # int32 [b, s_q], if not those of a sequence's last tokens
         indices: cute.Pointer,  # int32 [b, s_q, topk]
         topk_length: cute.Pointer,  # int32 [b, s_q]: how many of them count, if not all
         near: cute.Pointer,  # int32 [b, s_q, window], and how many of them count: [b, s_q]
@@ -137,7 +140,7 @@ class SeenSlotsKernel(Kernel):
         ctas_of_window = ceil_div(n.window, Int32(c.tile_n))
         ctas_of_row = ctas_of_window + ceil_div(n.n_far, Int32(c.tile_n))
         row, part = divide(cute.arch.block_idx()[0], ctas_of_row)
-        sequence = divide(row, n.s_q)[0]
+        sequence, query = divide(row, n.s_q)
         at = (part - ctas_of_window) * c.tile_n + thread  # among the compressed entries
         entries = cute.make_rmem_tensor(c.numbers, Int32)
         entries.fill(-1)
@@ -145,11 +148,15 @@ class SeenSlotsKernel(Kernel):
             for i in cutlass.range_constexpr(c.numbers):
                 if at + i * c.threads < n.topk:
                     entries[i] = load(given.indices + (Int64(row) * n.topk + at + i * c.threads))
+        if part < ctas_of_window:
+            self.prefetch_table(of_window, sequence, thread)
+        else:
+            self.prefetch_table(compressed, sequence, thread)
         of_far = n.topk
         if n.has_length > 0:
             of_far = load(given.topk_length + row)
         length = cutlass.max(load(given.lengths + sequence), 0)
-        position = length - 1
+        position = length - n.s_q + query
         if n.has_position > 0:
             position = load(given.position + row)
         begin, end = cutlass.max(position + 1 - n.window, 0), cutlass.max(position + 1, 0)
@@ -176,6 +183,14 @@ class SeenSlotsKernel(Kernel):
             there = (position >= 0) & (position < length)
             store(made.near_length + row, end - begin if there else Int32(0))
             store(made.far_length + row, of_far if there else Int32(0))
+
+    @cute.jit
+    def prefetch_table(self, pool: Pages, sequence: Int32, thread: Int32):
+        """Calls a sequence's pages into L2, a line of a thread, while its indices and its length come."""
+        first = thread * PAGES_OF_LINE
+        here = cutlass.min(first, pool.width - 1)
+        wanted = Uint32((pool.page > 0) & (first < pool.width + PAGES_OF_LINE - 1))
+        prefetch_unless(0, (pool.table + (Int64(sequence) * pool.width + here)).toint(), wanted)
 
     @cute.jit
     def write(

@@ -67,7 +67,7 @@ class Config:
         tiles = rows + self.tile_m * self.stages_k * self.tile_n
         given = 2 * self.d * self.staged * self.warps_of_q
         numbers = 4 * (self.stages_k * (self.tile_m + WARPGROUP // 32) + 2 * 2 * self.tile_m)
-        of_keys = -(-8 * self.stages_k // 16) * 16 + self.tile_n * self.stages_k
+        of_keys = -(-8 * self.stages_k // 16) * 16 + 2 * self.tile_n * self.stages_k
         infos = of_keys + 4 * 2 * (1 + PUBLISHED) + 16  # with what 16-byte alignment adds
         return tiles + given + numbers + infos + 8 * (2 * (self.stages_q + self.stages_k + 2 + 2) + self.stages_k)
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 
@@ -43,13 +43,12 @@ from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP, Shapes
 from kernels.lib.ptx import (
     arrive_if,
-    bits_of,
     copy_once_or_zero,
     copy_or_zero,
     float_of,
     fma_bf16x2,
     keep,
-    load_shared_four,
+    load_shared_words,
     max_abs_bf16x2,
     max_u32,
     permute_bytes,
@@ -85,8 +84,7 @@ LOWEST = 8  # the biased exponent that a row of q has at least, so that its unit
 SLAB_BYTES = 128  # of a row
 LOW, HIGH = 0x6420, 0x7531  # permutations: the even bytes, the odd ones
 ONE = 0x3F80  # as bfloat16
-INVERSE = 0x7F000000  # less the bits of a power of two, those of its inverse
-OF_INTEGER, TO_EXPONENT = 0x4B000000, 8388735.0  # the bits of 2^23, to which integers are added, and 2^23 + 127
+OF_INTEGER = 0x4B000000  # the bits of 2^23, to which 16 bits are added; of bfloat16, 128 times the biased exponent
 
 
 def product(n: int, source: Any) -> cute.TiledMma:
@@ -199,7 +197,7 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 self.copy_keys(smem, keys, now[0], state.index, warp)
                 state.copy_full()
                 absent = Uint32(cute.arch.vote_ballot_sync(now[0] < 0))
-                smem.inverse[lane % 2, lane // 2 % 4, warp * 4 + lane // 8, state.index] = Uint8(254 - (unit >> 7))
+                smem.units[lane % 2, lane // 2 % 4, warp * 4 + lane // 8, state.index] = Uint16(unit)
                 if lane == 0:
                     smem.absent[warp, state.index] = absent
                 cute.arch.sync_warp()
@@ -347,24 +345,24 @@ class MlaFwdE4m3Sm90(ForwardKernel):
                 s.scores.store(first.load())
                 for pair in cutlass.range((tiles - 1) // 2, unroll=1):
                     others, after, t = s.others(), s.others(), fill + 2 * pair
-                    inverse = self.inverse_units(s, bar, smem, t)
+                    units = self.units(s, bar, smem, t)
                     self.issue(s, bar, others, wave, t + 1)
-                    self.hand_over(s, bar, smem, s.scores, inverse, t)
+                    self.hand_over(s, bar, smem, s.scores, units, t)
                     self.receive(s, bar, smem, others, t + 1)
-                    inverse = self.inverse_units(s, bar, smem, t + 1)
+                    units = self.units(s, bar, smem, t + 1)
                     self.issue(s, bar, after, wave, t + 2)
-                    self.hand_over(s, bar, smem, others, inverse, t + 1)
+                    self.hand_over(s, bar, smem, others, units, t + 1)
                     self.receive(s, bar, smem, after, t + 2)
                     s.scores.store(after.load())
                 fill = fill + tiles
                 if tiles % 2 == 0:
-                    others, inverse = s.others(), self.inverse_units(s, bar, smem, fill - 2)
+                    others, units = s.others(), self.units(s, bar, smem, fill - 2)
                     self.issue(s, bar, others, wave, fill - 1)
-                    self.hand_over(s, bar, smem, s.scores, inverse, fill - 2)
+                    self.hand_over(s, bar, smem, s.scores, units, fill - 2)
                     self.receive(s, bar, smem, others, fill - 1)
-                    self.hand_over(s, bar, smem, others, self.inverse_units(s, bar, smem, fill - 1), fill - 1)
+                    self.hand_over(s, bar, smem, others, self.units(s, bar, smem, fill - 1), fill - 1)
                 else:
-                    self.hand_over(s, bar, smem, s.scores, self.inverse_units(s, bar, smem, fill - 1), fill - 1)
+                    self.hand_over(s, bar, smem, s.scores, self.units(s, bar, smem, fill - 1), fill - 1)
             cute.arch.sync_warp()
             arrive_if(q.empty, Int32(lane == 0))
             self.finish(s, bar, smem, wave, results, n)
@@ -385,33 +383,31 @@ class MlaFwdE4m3Sm90(ForwardKernel):
 
     @cute.jit
     def receive(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, fill: Int32):
-        """Waits for the scores of a tile, so that nothing is under way, and makes them logs of P times the units of
-        keys, to the base 2; -inf for absent keys."""
+        """Waits for the scores of a tile, so that nothing is under way, and multiplies them with the units of keys;
+        -inf for absent keys. Finds the greatest log of P in these units, to the base 2."""
         state, absent = filled(bar.k, fill), cute.make_rmem_tensor(self.config.tile_n // WARP, Uint32)
         cute.autovec_copy(smem.absent[None, state.index], absent)
         warpgroup.wait_group(0)
         arrive_if(state.empty, Int32(cute.arch.lane_idx() == 0))
-        x, inverse = by_row(scores), self.inverse_units(s, bar, smem, fill)
+        x, units = by_row(scores), self.units(s, bar, smem, fill)
         for i in cutlass.range_constexpr(cute.size(x, mode=[1])):
-            unit = float_of(INVERSE - inverse_unit(inverse, i))
             for r in cutlass.range_constexpr(ROWS):
-                x[r, i] = x[r, i] * unit * s.scale[r]
+                x[r, i] = x[r, i] * unit_of(units, i)
         mask_absent(scores, absent)
         s.top.fill(-Float32.inf)
         for i in cutlass.range_constexpr(cute.size(x, mode=[1])):
-            exponent = TO_EXPONENT - float_of(inverse_unit(inverse, i) >> 23 | Int32(OF_INTEGER))
             for r in cutlass.range_constexpr(ROWS):
-                s.top[r] = cute.arch.fmax(s.top[r], x[r, i] + exponent)
+                s.top[r] = cute.arch.fmax(s.top[r], x[r, i] * s.scale[r] + exponent_of(units, i))
 
-    def inverse_units(self, s: Scores, bar: Barriers, smem: Shared, fill: Int32) -> tuple[Int32, ...]:
-        """The biased exponents of the inverse units of a thread's keys in a tile, four in a word. Its place is not
-        filled anew before P of these keys has been read, so they are read again and not kept."""
+    def units(self, s: Scores, bar: Barriers, smem: Shared, fill: Int32) -> tuple[Uint32, ...]:
+        """The units of a thread's keys in a tile, in bfloat16, two in a word. Their place is not filled anew before P
+        of these keys has been read, so they are read again and not kept."""
         stage = filled(bar.k, fill).index
-        four = load_shared_four(smem.inverse.iterator.toint() + stage * self.config.tile_n + s.thread % 4 * 16)
-        return tuple(map(bits_of, four))
+        place = smem.units.iterator.toint() + (stage * self.config.tile_n + s.thread % 4 * 16) * 2
+        return *load_shared_words(place), *load_shared_words(place + 16)
 
     @cute.jit
-    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, inverse: tuple, fill: Int32):
+    def hand_over(self, s: Scores, bar: Barriers, smem: Shared, scores: cute.Tensor, units: tuple, fill: Int32):
         """Scores -> P in SMEM, and factors of what was summed before."""
         lane, scores = cute.arch.lane_idx(), by_row(scores)
         place = filled(bar.p, fill)  # free, as the keys of these scores came in the place of those that it was of
@@ -425,14 +421,13 @@ class MlaFwdE4m3Sm90(ForwardKernel):
             s.ref[r] = ref
             a, b = s.sum[r] * s.factor[r], Float32(0.0)
             for i in cutlass.range_constexpr(0, cute.size(scores, mode=[1]), 2):
-                scores[r, i] = exp2(scores[r, i] - ref)
-                scores[r, i + 1] = exp2(scores[r, i + 1] - ref)
+                scores[r, i] = exp2(scores[r, i] * s.scale[r] - ref)
+                scores[r, i + 1] = exp2(scores[r, i + 1] * s.scale[r] - ref)
                 a, b = a + scores[r, i], b + scores[r, i + 1]
             s.sum[r] = a + b
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            unit = float_of(INVERSE - inverse_unit(inverse, i))
             for r in cutlass.range_constexpr(ROWS):
-                scores[r, i] = scores[r, i] * unit
+                scores[r, i] = scores[r, i] * unit_of(units, i)
         words = cute.make_rmem_tensor((4, ROWS), Uint32)
         for r in cutlass.range_constexpr(ROWS):
             for j in cutlass.range_constexpr(4):
@@ -566,10 +561,16 @@ def in_own_registers(acc: cute.Tensor) -> None:
         words[i] = keep(words[i])
 
 
-def inverse_unit(exponents: tuple[Int32, ...], i: int) -> Int32:
-    """The bits of the inverse unit of a thread's i-th key."""
-    word, place = exponents[i // 4], i % 4 * 8
-    return (word << 23 - place if place < 23 else word >> 1) & 0x7F800000
+def unit_of(units: tuple[Uint32, ...], i: int) -> Float32:
+    """The unit of a thread's i-th key."""
+    word = units[i // 2]
+    return float_of(Int32(word & Uint32(0xFFFF0000) if i % 2 else word << Uint32(16)))
+
+
+def exponent_of(units: tuple[Uint32, ...], i: int) -> Float32:
+    """Its log to the base 2."""
+    integer = permute_bytes(units[i // 2], Uint32(OF_INTEGER), Uint32(0x7632 if i % 2 else 0x7610))
+    return float_of(Int32(integer)) * 2.0**-7 - (2.0**16 + 127)
 
 
 def read_entry(x: Selection, t: Int32, entry: cute.Tensor, warp: Int32) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -63,7 +63,7 @@ class Shared:
     scale: cute.Tensor  # (64, row tile & 1): of the scores of a row
     tiles: cute.Tensor  # (row tile & 1): how many tiles of keys
     absent: cute.Tensor  # (word, stage of k): a bit for every key, whether it is absent
-    inverse: cute.Tensor  # (parity, pair, eight keys, stage of k): biased exponents of the inverse units of keys
+    units: cute.Tensor  # (parity, pair, eight keys, stage of k): bits of the units of keys in bfloat16
     info: cute.Tensor  # (PUBLISHED, row tile & 1)
 
     @staticmethod
@@ -100,7 +100,7 @@ class Shared:
             numbers(Float32, c.tile_m, ROWS_BY_TURNS),
             numbers(Int32, ROWS_BY_TURNS),
             numbers(Uint32, c.tile_n // WARP, c.stages_k),
-            smem.allocate_tensor(Uint8, by_thread, 16),
+            smem.allocate_tensor(Uint16, by_thread, 16),
             numbers(Int32, PUBLISHED, ROWS_BY_TURNS),
         )
         return Barriers.allocate(smem, c), shared
