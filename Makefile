@@ -97,6 +97,7 @@ wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . \
 	    -C cmake.define.KERNELS=$(or $(KERNELS),all)
+	@ls -l dist; test -z "$$(find dist -type f -size +40000k)" || { echo "make: a wheel of more than 40 MB"; exit 1; }
 	.venv-wheel/bin/python -m pip install --disable-pip-version-check $(if $(JAX),'$(JAX)') dist/*.whl
 	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha info
 	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha check --quick --filter fmha

@@ -77,12 +77,13 @@ class AttentionOp:
     def __call__(
         self, query, key, value, decoder_segment_ids, inputs_positions, model_mode, sinks=None, compressed_mask=None,
         compressed_kv=None, compress_ratio=0, bidirectional_mask=None, indexer_mask=None, record_max_logits=False,
+        previous_chunk=None,
     ):  # fmt: skip
         if compressed_kv is not None:
             key, value = (jnp.concatenate([x, compressed_kv], 1) for x in (key, value))
         return self.apply_attention(
             query=query, key=key, value=value, decoder_segment_ids=decoder_segment_ids, model_mode=model_mode,
-            segment_positions=inputs_positions, lengths=None, use_ragged_attention=False, previous_chunk=None,
+            segment_positions=inputs_positions, lengths=None, use_ragged_attention=False, previous_chunk=previous_chunk,
             bidirectional_mask=bidirectional_mask, sinks=sinks, indexer_mask=indexer_mask, pad_kv_total=0,
             compressed_mask=compressed_mask, record_max_logits=record_max_logits, compress_ratio=compress_ratio,
             qk_product_einsum=jnp.einsum, wv_product_einsum=jnp.einsum, decoder_segment_ids_kv=None,
@@ -108,7 +109,9 @@ def maxtext(request, monkeypatch):
         classes = attention_op.AttentionOp, compressed.DeepseekV4Indexer, compressed.CompressedAttention
     else:
         stand_in(monkeypatch, {
-            "maxtext.common.common_types": {"MODEL_MODE_TRAIN": "train", "AttentionType": AttentionType},
+            "maxtext.common.common_types": {
+                "MODEL_MODE_TRAIN": "train", "MODEL_MODE_PREFILL": "prefill", "AttentionType": AttentionType,
+            },
             "maxtext.layers.attention_op": {"AttentionOp": AttentionOp},
             "maxtext.layers.attention_compressed": {
                 "CompressedAttention": CompressedAttention, "DeepseekV4Indexer": DeepseekV4Indexer,
@@ -254,8 +257,13 @@ def test_what_stays_maxtext_s(maxtext):
     make, _ = maxtext
     if type(make("global")) is not AttentionOp:
         pytest.skip("of the stand-in")
-    for kernel, mode in (("cudnn_flash_te", "train"), ("dot_product", "prefill"), ("dot_product", "autoregressive")):
-        assert make("global", kernel)(Q, K, V, IDS, POSITIONS, mode) == "MaxText's"
+    chunk = {"previous_chunk": object()}
+    for kernel, mode, how in (
+        ("cudnn_flash_te", "train", {}), ("dot_product", "autoregressive", {}), ("dot_product", "prefill", chunk),
+    ):  # fmt: skip
+        assert make("global", kernel)(Q, K, V, IDS, POSITIONS, mode, **how) == "MaxText's"
+    prompt = make("global")(Q, K, V, IDS, POSITIONS, "prefill")
+    np.testing.assert_array_equal(prompt, make("global")(Q, K, V, IDS, POSITIONS, "train"))
 
 
 # ---- MaxText's own layers and its trainer
@@ -283,10 +291,11 @@ GPT_OSS = {
 @pytest.mark.parametrize("maxtext", ["real"], indirect=True)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ratio", [0, 4, 8])
-def test_layer(maxtext, ratio, stage):
+@pytest.mark.parametrize("mode", ["train", "prefill"])
+def test_layer(maxtext, mode, ratio, stage):
     """MaxText's layer of V4 with its parameters, on documents that begin inside of a block; ratio 8 is its HCA."""
-    if ratio != 4 and stage != "sparse":
-        pytest.skip("the indexer is of ratio 4")
+    if stage != "sparse" and (ratio != 4 or mode != "train"):
+        pytest.skip("the indexer is of ratio 4, and its loss of training")
     nnx, (*_, layer) = importlib.import_module("flax.nnx"), maxtext[1]
     config = configure(**V4, **STAGES[stage])
     x = jax.random.normal(jax.random.key(0), (2, 92, config.emb_dim))
@@ -296,9 +305,10 @@ def test_layer(maxtext, ratio, stage):
     def make(kernel):
         module = layer(
             config=config, compress_ratio=ratio, num_query_heads=config.num_query_heads, num_kv_heads=1,
-            head_dim=config.head_dim, max_target_length=92, attention_kernel=kernel, inputs_q_shape=x.shape,
+            head_dim=config.head_dim, max_target_length=93, attention_kernel=kernel, inputs_q_shape=x.shape,
             inputs_kv_shape=x.shape, mesh=mesh(config), dtype=jnp.float32, q_lora_rank=config.q_lora_rank,
-            sliding_window_size=config.sliding_window_size, model_mode="train", rngs=nnx.Rngs(0),
+            sliding_window_size=config.sliding_window_size, model_mode=mode, max_prefill_predict_length=92,
+            rngs=nnx.Rngs(0),
         )  # fmt: skip
         graph, params, rest = nnx.split(module, nnx.Param, ...)
         leaves, tree = jax.tree.flatten(params)
@@ -306,8 +316,8 @@ def test_layer(maxtext, ratio, stage):
         leaves = [p + 0.3 * jax.random.normal(key, p.shape) for p, key in zip(leaves, keys, strict=True)]
 
         def run(x, *leaves):
-            module = nnx.merge(graph, jax.tree.unflatten(tree, leaves), rest)
-            y, _ = module(x, x, ids, positions, deterministic=True, model_mode="train")
+            module = nnx.merge(graph, jax.tree.unflatten(tree, leaves), jax.tree.map(jnp.asarray, rest))  # caches too
+            y, _ = module(x, x, ids, positions, deterministic=True, model_mode=mode)
             loss = getattr(module, "indexer_loss", None)
             return y if loss is None else y + loss.get_value()
 

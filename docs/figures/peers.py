@@ -50,9 +50,17 @@ def in_maxtext() -> str:
 
 
 def layers_in_maxtext() -> str:
-    """Whole layers of that attention."""
-    layers = {0: "layer of a window", 4: "layer of CSA", 128: "layer of HCA"}
-    return beside_dots("4096 tokens, 64 heads", layers, load("h200_maxtext")["layers"]["results"])
+    """Whole layers of that attention, forward and gradient, beside attention alone."""
+    layers, found, rows = {0: "a window", 4: "CSA", 128: "HCA"}, load("h200_maxtext"), []
+    alone = {x["ratio"]: x for x in found["results"] if x["what"] == found["layers"]["what"]}
+    for x in found["layers"]["results"]:
+        attention = x["attention"] if x["tokens"] != found["tokens"] else alone[x["ratio"]]
+        (theirs, own), (dots, kernels) = ((y["dots_ms"], y["ours_ms"]) for y in (x, attention))
+        most = f"{theirs / own:.1f} of {theirs / (own - kernels):.1f}"
+        times = [f"{theirs:.1f}", f"{own:.1f}", most, f"{dots:.1f}", f"{kernels:.2f}", f"{dots / kernels:.0f}"]
+        rows.append([f"layer of {layers[x['ratio']]}, {x['tokens']} tokens", *times])
+    each = "dot products, ms | ours, ms | their time / ours"
+    return table(f"forward and gradient, 64 heads | {each}, of at most | attention alone: {each}", rows)
 
 
 def shares_in_maxtext() -> str:

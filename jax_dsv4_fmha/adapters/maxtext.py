@@ -1,4 +1,4 @@
-"""MaxText's attention by this package's kernels, in the place of its dot products of training.
+"""MaxText's attention by this package's kernels, in the place of its dot products of training and of prompts.
 
 Read and run with MaxText 0.2.5. `python -m jax_dsv4_fmha.adapters.maxtext` is MaxText's trainer after `register()`.
 """
@@ -12,7 +12,7 @@ from .. import Span, _check, dsv4_attention, fmha
 from ._seen import segments, within
 
 try:
-    from maxtext.common.common_types import MODEL_MODE_TRAIN, AttentionType
+    from maxtext.common.common_types import MODEL_MODE_PREFILL, MODEL_MODE_TRAIN, AttentionType
     from maxtext.layers.attention_compressed import CompressedAttention, DeepseekV4Indexer
     from maxtext.layers.attention_op import AttentionOp
 except ImportError as e:
@@ -25,11 +25,11 @@ _chosen: list[jax.Array] = []  # of the layer that is being traced: what its ind
 
 
 def register(implementation: _check.Implementation | None = None) -> None:
-    """Layers with `attention="dot_product"` attend by `fmha` while training, DeepSeek-V4's by `dsv4_attention`.
+    """Layers with `attention="dot_product"` attend by `fmha`, of V4 by `dsv4_attention`, in training and prefill.
 
-    Prefill, decoding and other values of `attention` stay MaxText's. So do V4's compressors and its indexer, whose
-    indices count as they are. The mask that MaxText makes of them is left out of the compiled program, if no indexer
-    loss asks for it. Where the tokens of a segment stand in several places, the batch entry gets NaN.
+    Steps of decoding, chunks of a prompt and other values of `attention` stay MaxText's. So do V4's compressors and its
+    indexer, whose indices count as they are. The mask that MaxText makes of them is left out of the compiled program,
+    if no indexer loss asks for it. Where the tokens of a segment stand in several places, the batch entry gets NaN.
 
     Args:
       implementation: as in `fmha`.
@@ -40,7 +40,8 @@ def register(implementation: _check.Implementation | None = None) -> None:
     """
 
     def apply_attention(self: Any, query: Any, key: Any, value: Any, **rest: Any) -> Any:
-        if self.attention_kernel != "dot_product" or rest["model_mode"] != MODEL_MODE_TRAIN:
+        whole = rest["model_mode"] in (MODEL_MODE_TRAIN, MODEL_MODE_PREFILL) and rest.get("previous_chunk") is None
+        if self.attention_kernel != "dot_product" or not whole:
             return _attention(self, query=query, key=key, value=value, **rest)
         return _attend(self, query, key, value, implementation, **rest), None, None
 
@@ -67,7 +68,7 @@ def _attend(
     for name, x, wanted in (
         ("attn_logits_soft_cap", op.attn_logits_soft_cap or None, None),
         ("moba", op.config.moba, False),
-        *((name, rest[name], None) for name in ("bidirectional_mask", "indexer_mask", "previous_chunk")),
+        *((name, rest[name], None) for name in ("bidirectional_mask", "indexer_mask")),
         ("record_max_logits", rest["record_max_logits"], False),
         ("value", v.shape, k.shape),
         ("key", n, s),
