@@ -4,6 +4,7 @@ documents, meshes, configs and errors. tests/test_hf_latent.py compares it with 
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,15 @@ def test_chunks_and_steps_are_the_whole(name, pages):
     out = step(params, new, cache, **two)
     assert_close(out.y[0], want[0, 8:10])
     assert_close(out.y[1, 0], want[1, 6])
+
+
+def test_a_prompt_makes_q_by_one_product():
+    """No array of all queries is copied for RoPE's numbers; a step's is, whose weights are larger."""
+    params, cache = params_of("dense"), DENSE.cache(2, S, X.dtype)
+    of_q = re.compile(rf"concatenate .*-> tensor<2x\d+x{H}x{DENSE.latent + 8}xf32>")
+    prompt, chunk = jax.jit(DENSE).lower(params, X), jax.jit(DENSE).lower(params, X, cache)
+    step = jax.jit(functools.partial(DENSE.step, lengths=9)).lower(params, X[:, :1], cache)
+    assert [bool(of_q.search(x.as_text())) for x in (prompt, chunk, step)] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse"])
