@@ -61,7 +61,12 @@ def _latent_bounds() -> str:
     )
     launches = step["times"]["ours"]["kernels"]
     attends = launches["mla_fwd_sm90_0"] + launches["combine_0"]
-    return bullets(f"""- **8 and 16 heads**: keys of all queries are {bytes_of_all / 1e9:.1f} GB, and gathering them alone takes {both(gathered)} µs of
+    hot = NOTED["latents of 576, 128 heads"]
+    clocks = " and ".join(f"{us * mhz / 1e6:.1f}" for us, mhz in zip(hot["us"], hot["MHz"], strict=True))
+    return bullets(f"""- **128 heads**: power. After half a second the card draws {hot["watts"][0]} of its {PROFILES["clock, GHz"]["watts"]} W, and its clock is {hot["MHz"][0]} MHz with 8192 keys
+  and {hot["MHz"][1]} with 65536. Both take about as many clocks, {clocks} million. With left's P in the odd tile's numbers for RoPE they take 1 to
+  2 % less, but then lists add a score's columns in another order than spans ([trials](lab/forward.md)).
+- **8 and 16 heads**: keys of all queries are {bytes_of_all / 1e9:.1f} GB, and gathering them alone takes {both(gathered)} µs of
   8192 / 65536 keys, by [the rates at d 512](kernels/few-heads.md#what-bounds-it-today). For 1.5 times FlashMLA's speed 8 heads would have to take
   {asked[8]} µs, and 16 {asked[16]}: of 65536 keys that is less than gathering.
 - **A step of 2 sequences** ({micro(ours(step))} µs): {micro(launches["seen_slots_0"])} µs of it find slots in pages, which FlashMLA is given. Attention and the merge
