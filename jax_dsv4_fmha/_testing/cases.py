@@ -124,6 +124,9 @@ def _attention() -> tuple[AttentionCase, ...]:
                 sparse(h, s_q=1, s_kv=64, d=576, topk=8192, features=("lengths",)),
             )
         ),
+        # of 136 tiles of rows the last four queries' are split, on 132 SMs
+        *(sparse(64, s_q=136, s_kv=3000, d=d, topk=2048, sink="mixed", features=("absent", "nan")) for d in (512, 576)),
+        sparse(64, b=136, s_q=1, s_kv=500, d=576, topk=2048, sink="mixed", features=("lengths", "nan")),
         # whole layers; a prefill sees some positions both in the window and compressed
         dsv4(8, b=2, s_q=150, s_kv=150, sink="normal"),
         dsv4(64, s_q=24, s_kv=24, sink="mixed", window=8),
@@ -225,7 +228,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         mla(16, b=3, s_q=2, s_kv=200, sink="normal", features=("lengths", "nan", "v32_fp8")),
         mla(64, b=3, s_q=2, s_kv=400, topk=90, features=("ragged", "nan", "v32_fp8")),
         mla(64, b=321, s_q=3, s_kv=512, page=2, topk=64, sink="mixed", features=("lengths", "nan", "v32_fp8")),
-        mla(128, b=4, s_q=3, s_kv=2046, page=576, topk=2048, sink="mixed", features=("absent", "nan", "v32_fp8")),
+        mla(128, b=2, s_q=2, s_kv=2046, page=576, topk=2048, sink="mixed", features=("absent", "nan", "v32_fp8")),
         mla(128, b=74, s_q=3, s_kv=650, page=53, topk=576, features=("absent", "lengths", "nan", "v32_fp8")),
         mla(64, b=4, s_kv=512, page=61, topk=64, features=("absent", "nan", "v32_fp8")),  # none is there
         mla(64, b=2, s_q=2, s_kv=32768, page=64, topk=16384, sink="normal", features=("v32_fp8",)),
