@@ -308,7 +308,7 @@ VARIANTS: tuple[Variant, ...] = (
             max_rows=rows,
         )
         for op, result, cut in (
-            ("", "", (2, 4)),
+            ("", "", (2, 3)),
             ("", "float32", (8,)),
             ("_of_turned", "", (1, 2)),
             ("_norm_rope", "", (1,)),

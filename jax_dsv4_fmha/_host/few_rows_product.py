@@ -14,21 +14,23 @@ DIMS = extent("few_rows_product_norm_rope", "table")
 """numbers of a query head that is normed, and of an indexer's; and the last of either, which are rotated"""
 SQUARED, SQUARES = 128, 32
 """columns of a low-rank query whose squares have a sum, and the most such sums of a row"""
-PARTS = (1, 2, 4, 8)
+PARTS = range(1, 9)
 """numbers of parts that k is cut into"""
 SLAB = 64
 """of k that a CTA takes at once; of a packed matrix twice as much"""
 _COLUMNS, _CTAS = 128, 132
+_CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)  # of 1 to 8 CTAs that an H200 takes at once, one CTA an SM
 _TILE = 64  # columns of a packed matrix that lie together
 
 
 def parts(k: int, n: int, groups: int, at_once: int = SLAB) -> int:
     """The number of parts that such a product cuts k into, whatever the rows: as many as CTAs of a Hopper GPU take, of
-    at least `at_once` of k.
+    at least `at_once` of k. Of a packed matrix an SM has one CTA, and all run at once.
     """
-    tiles = groups * -(-n // _COLUMNS)
-    most = min(PARTS[-1], max(1, _CTAS // tiles), max(1, k // at_once))
-    return 1 << (most.bit_length() - 1)
+    tiles, most = groups * -(-n // _COLUMNS), min(PARTS[-1], max(1, k // at_once))
+    if at_once > SLAB:
+        return next(p for p in range(most, 0, -1) if p == 1 or tiles <= _CLUSTERS[p - 1])
+    return 1 << (min(most, max(1, _CTAS // tiles)).bit_length() - 1)
 
 
 def few_rows_product(x: jax.Array, w: jax.Array, *, dtype: Any, parts: int, n: int | None = None) -> tuple[jax.Array]:
@@ -37,7 +39,7 @@ def few_rows_product(x: jax.Array, w: jax.Array, *, dtype: Any, parts: int, n: i
     Args:
       w: or packed, uint8 `[g, tiles, slabs, slab_bytes]`, as `_definitions.packed_matrix` lays matrices out: for x in
         bfloat16. So may w be in what follows, without the axis g where there is none, and with an n where there is one.
-      parts: 1, 2, 4 or 8, into which k is cut. The products of a part are added in turn, and then the parts in turn.
+      parts: 1 to 8, into which k is cut. The products of a part are added in turn, and then the parts in turn.
       n: columns of a packed w.
     """
     result = jax.ShapeDtypeStruct((*x.shape[:3], _columns(w, n)), dtype)

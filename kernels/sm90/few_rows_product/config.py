@@ -9,8 +9,8 @@ from kernels.lib.wgmma import SLAB
 
 from .weights import FORMATS
 
-CONSUMERS = 2  # warpgroups
 FEWEST_ROWS = 16  # of a CTA: columns of a product with a packed matrix, whose rows are its tiles of 64
+MOST_ROWS = 2 * ROWS_OF_WARPGROUP
 CHUNK = 4  # float32 numbers that a thread moves at once
 PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
 PAD_OF_PACKED = 4  # the same, where a thread has two columns of every other row
@@ -54,7 +54,7 @@ class Config:
     @property
     def ctas(self) -> int:
         """The number of CTAs that have registers on an SM. With two, clusters of 4 and 8 leave no SM idle."""
-        if self.weights and self.cluster <= 2:
+        if self.weights and self.cluster <= 3:
             return 1
         return 1 if self.norms or ((self.turns_back or self.weights) and self.row_tiles > 1) else 2
 
@@ -66,7 +66,7 @@ class Config:
     @property
     def mma_n(self) -> int:
         """Columns of a consumer, which has all columns of half of the rows, or half of the columns."""
-        return self.tile_n * self.row_tiles // CONSUMERS
+        return self.tile_n * self.row_tiles // self.consumers
 
     @property
     def tiles(self) -> int:
@@ -74,9 +74,14 @@ class Config:
         return self.tile_n // ROWS_OF_WARPGROUP
 
     @property
-    def units(self) -> int:
-        """Tiles of a packed matrix that a consumer multiplies in turn."""
-        return self.tiles // CONSUMERS
+    def consumers(self) -> int:
+        """Warpgroups that multiply: of a packed matrix one for each tile of 64 columns."""
+        return self.tiles if self.weights else 2
+
+    @property
+    def warpgroups(self) -> int:
+        """Those that finish rows: more than have products where a CTA has an SM."""
+        return 4 if self.weights and self.ctas == self.row_tiles == 1 else self.consumers
 
     @property
     def slabs(self) -> int:
@@ -86,7 +91,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return CONSUMERS * WARPGROUP + WARP
+        return self.warpgroups * WARPGROUP + WARP
 
     @property
     def tile_bytes(self) -> int:
@@ -137,15 +142,15 @@ class Config:
     @property
     def rows_of_cta(self) -> int:
         """Rows that a CTA of a cluster finishes."""
-        return self.tile_m // self.cluster
+        return -(-self.tile_m // self.cluster)
 
     @property
     def launch_options(self) -> dict[str, int]:
         return {"min_blocks_per_mp": self.ctas, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
 
     def __post_init__(self):
-        rows = (FEWEST_ROWS,) * bool(self.weights) + (ROWS_OF_WARPGROUP, CONSUMERS * ROWS_OF_WARPGROUP)
-        if self.tile_m not in rows or self.parts not in (1, 2, 4, 8):
-            raise ValueError(f"wanted {', '.join(map(str, rows))} rows, and 1, 2, 4 or 8 parts: {self}")
+        rows = (FEWEST_ROWS,) * bool(self.weights) + (ROWS_OF_WARPGROUP, MOST_ROWS)
+        if self.tile_m not in rows or not 1 <= self.parts <= 8:
+            raise ValueError(f"wanted {', '.join(map(str, rows))} rows, and 1 to 8 parts: {self}")
         if self.stages < 3 or self.tile_m * self.pitch * 4 > self.stages * self.stage_bytes:
             raise ValueError(f"SMEM holds {self.stages} stages, wanted 3, and room for sums: {self}")

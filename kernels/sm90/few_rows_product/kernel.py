@@ -8,7 +8,8 @@ A warp loads, and two warpgroups multiply 64 x columns, each half of the columns
     then             partial sums into SMEM; the cluster meets; a CTA finishes some of the rows, a warp a row
 
 Where w is packed, the operands are swapped: 64 columns of w, decoded in registers, are a product's rows, and rows of x
-its columns. A consumer has half of the columns, and leaves the same sums.
+its columns. A consumer has 64 columns, and leaves the same sums: two of them, or four where a CTA has half of a query
+head. Where a CTA has an SM to itself, four warpgroups finish its rows in either case.
 
     producer warp    x0 w0 | x1 w1 | x2 w2 | ...       bulk copies of codes and scales; x as before
     consumer         decode | product | decode the next, under that product | ...
@@ -61,7 +62,7 @@ from kernels.lib.wgmma import (
 )
 from kernels.packings import ROPE
 
-from .config import CHUNK, CONSUMERS, HEAD, INDEX_D, LINE, Config
+from .config import CHUNK, HEAD, INDEX_D, LINE, MOST_ROWS, Config
 
 CONSUMED, TURNED = 1, 2  # named barriers of all consumers
 REGISTERS = warpgroup.OperandSource.RMEM
@@ -158,7 +159,7 @@ class FewRowsProductSm90(Kernel):
         ring = Ring(*(smem.allocate_array(Int64, c.stages) for _ in range(2)), c.stages)
         if warp == 0:
             with cute.arch.elect_one():
-                ring.initialise(1, CONSUMERS * 4)
+                ring.initialise(1, c.consumers * 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -174,18 +175,18 @@ class FewRowsProductSm90(Kernel):
         if cutlass.const_expr(c.norms):
             tile = column_tile * c.cluster + rank
         partial = x.iterator.toint()
-        if warp < 4 * CONSUMERS:
+        if warp < 4 * c.consumers:
             if cutlass.const_expr(c.weights):
                 slab = self.slab_of(tile, group, n) + first * c.slabs
                 self.consume_packed(ring, x, w, partial, (first, last), slab, how, row_tile * c.tile_m, n)
             else:
                 self.consume(ring, x, w, partial, first, last, how, row_tile * c.tile_m, n.rows)
-        else:
+        elif warp >= 4 * c.warpgroups:
             produce = self.produce_packed if cutlass.const_expr(c.weights) else self.produce
             produce(ring, x, w, maps, (row_tile, tile, group), first, last, n)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        if warp < 4 * CONSUMERS:
+        if warp < 4 * c.warpgroups:
             row0 = row_tile * c.tile_m
             if cutlass.const_expr(c.norms):
                 self.finish_head(partial, rank, row0, column_tile, y, how, n)
@@ -303,7 +304,7 @@ class FewRowsProductSm90(Kernel):
                 with cute.arch.elect_one():
                     ring.at(t - 1).arrive_empty()
         warpgroup.wait_group(0)
-        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # all stages have been read
+        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=c.consumers * WARPGROUP)  # all stages have been read
         sums = by_row(acc)
         for r in cutlass.range_constexpr(ROWS):
             row = row_tile * ROWS_OF_WARPGROUP + row_of(thread, r)
@@ -324,7 +325,7 @@ class FewRowsProductSm90(Kernel):
         row0: Int32,
         n: Extents,
     ):
-        """`consume` where w is packed: a warpgroup has half of the columns of all rows.
+        """`consume` where w is packed: a warpgroup has 64 columns of all rows.
 
         An operand is decoded under the product before it. ptxas lets no product run on into the next iteration of a
         loop in which registers of another one are defined: there the other warpgroup fills in.
@@ -332,9 +333,9 @@ class FewRowsProductSm90(Kernel):
         c, form, (first, last) = self.config, self.config.format, span
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         mma, thread = tiled_mma(self.dtype, c.tile_m, K_MAJOR, REGISTERS), cute.arch.thread_idx()[0] % WARPGROUP
-        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(c.slabs * c.units)]
+        operands = [register_operand(mma, SLAB, self.dtype) for _ in range(c.slabs)]
         b = operand_b(mma, cute.local_tile(x, (c.tile_m, SLAB), (0, 0, None)))
-        acc = [accumulator(mma, c.tile_m) for _ in range(c.units)]
+        acc = accumulator(mma, c.tile_m)
         rotations = cute.make_rmem_tensor((MINE * TURNED_AT_ONCE, c.row_tiles), Float32)
         if cutlass.const_expr(c.turns_back):
             read_rotations(how[0], rotations, row0, n.rows)
@@ -344,24 +345,21 @@ class FewRowsProductSm90(Kernel):
             if cutlass.const_expr(c.turns_back):  # noqa: SIM102, at compile time
                 if (first + t + 1) * c.slabs % (HEAD // SLAB) == 0:
                     self.turn_back(x, (state.index + 1) * c.slabs - 1, rotations)
-            stage = w + (state.index * c.tiles + group * c.units) * c.tile_room
-            for j in cutlass.range_constexpr(c.slabs * c.units):
-                i, unit = j // c.units, j % c.units
-                at = slab + (group * c.units + unit) * slabs_of(n.k) + t * c.slabs
-                place = stage + self.into_line(at) + (unit * c.tile_room + i * form.slab_bytes)
-                form.decode(operands[j], form.load(place, thread))
+            at = slab + group * slabs_of(n.k) + t * c.slabs
+            place = w + (state.index * c.tiles + group) * c.tile_room + self.into_line(at)
+            for i in cutlass.range_constexpr(c.slabs):
+                form.decode(operands[i], form.load(place + i * form.slab_bytes, thread))
                 of_slab = b[None, None, None, state.index * c.slabs + i]
-                multiply(mma, acc[unit], operands[j], of_slab, fresh=t == 0 if cutlass.const_expr(i == 0) else False)
+                multiply(mma, acc, operands[i], of_slab, fresh=t == 0 if cutlass.const_expr(i == 0) else False)
             warpgroup.wait_group(0)
             with cute.arch.elect_one():
                 state.arrive_empty()
-        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # all stages have been read
-        for unit in cutlass.range_constexpr(c.units):
-            sums = by_column(acc[unit])
-            column = (group * c.units + unit) * ROWS_OF_WARPGROUP + thread // WARP * 16 + thread % WARP // 4 * ROWS
-            place = partial + (thread % 4 * 2 * c.pitch + column) * 4
-            for i in cutlass.range_constexpr(cute.size(sums, mode=[0])):
-                store_shared_two(place, (i // 2 * 8 + i % 2) * c.pitch * 4, sums[i, 0], sums[i, 1])
+        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=c.consumers * WARPGROUP)  # all stages have been read
+        sums = by_column(acc)
+        column = group * ROWS_OF_WARPGROUP + thread // WARP * 16 + thread % WARP // 4 * ROWS
+        place = partial + (thread % 4 * 2 * c.pitch + column) * 4
+        for i in cutlass.range_constexpr(cute.size(sums, mode=[0])):
+            store_shared_two(place, (i // 2 * 8 + i % 2) * c.pitch * 4, sums[i, 0], sums[i, 1])
 
     @cute.jit
     def turn_back(self, x: cute.Tensor, stage: Int32, rotations: cute.Tensor):
@@ -373,7 +371,7 @@ class FewRowsProductSm90(Kernel):
                 for j in cutlass.range_constexpr(MINE):
                     turn_chunk(chunk_of(x, stage, row, thread, j), rotations[None, i], TURNED_AT_ONCE * j)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=TURNED, number_of_threads=CONSUMERS * WARPGROUP)
+        cute.arch.barrier(barrier_id=TURNED, number_of_threads=c.consumers * WARPGROUP)
 
     @cute.jit
     def finish_sum(
@@ -390,7 +388,7 @@ class FewRowsProductSm90(Kernel):
         """A CTA's rows of the cluster's tile: the sums of all parts, in order."""
         c, lane = self.config, cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+        for i in cutlass.range(warp, self.rows_of(rank), 4 * c.warpgroups, unroll=1):
             row = rank * c.rows_of_cta + i
             if row0 + row < n.rows:
                 for chunk in cutlass.range_constexpr(c.tile_n // (WARP * CHUNK)):
@@ -408,6 +406,12 @@ class FewRowsProductSm90(Kernel):
         for part in others:
             first = [a + b for a, b in zip(first, part, strict=True)]
         return list(first)
+
+    def rows_of(self, rank: Int32) -> Int32 | int:
+        """The number of rows that a CTA of the cluster finishes."""
+        c = self.config
+        is_even = c.cluster * c.rows_of_cta == c.tile_m
+        return c.rows_of_cta if is_even else cutlass.min(c.tile_m - rank * c.rows_of_cta, c.rows_of_cta)
 
     @cute.jit
     def put_low_rank(self, low: LowRank, row: Int32, column_tile: Int32, column: Int32, numbers: list):
@@ -439,7 +443,7 @@ class FewRowsProductSm90(Kernel):
         ones turned."""
         c, lane, (table, norm) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+        for i in cutlass.range(warp, self.rows_of(rank), 4 * c.warpgroups, unroll=1):
             row = rank * c.rows_of_cta + i
             if row0 + row < n.rows:
                 of_x, cos_sin, chunks = squares_of(norm, row0 + row), rotation(table, row0 + row), []
@@ -469,7 +473,7 @@ class FewRowsProductSm90(Kernel):
         after each step as an array is; and the head's weights."""
         c, lane, (table, norm, weights) = self.config, cute.arch.lane_idx(), how
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+        for i in cutlass.range(warp, self.rows_of(rank), 4 * c.warpgroups, unroll=1):
             row = rank * c.rows_of_cta + i
             if row0 + row < n.rows:
                 at, of_x, cos_sin = Int64(row0 + row), squares_of(norm, row0 + row), rotation(table, row0 + row)
@@ -588,7 +592,7 @@ def put(target: cute.Pointer, values: list) -> None:
 
 
 def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:
-    tile_m = min(variant.max_rows, CONSUMERS * ROWS_OF_WARPGROUP)
+    tile_m = min(variant.max_rows, MOST_ROWS)
     makes = {"norms": variant.norms, "turns_back": variant.turns_back}
     makes |= {"indexes": variant.indexes, "to_fp8": variant.to_fp8, "weights": variant.weights}
     config = Config(variant.dtype, variant.parts, tile_m, **makes)
