@@ -194,8 +194,8 @@ inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t b
   return codes;
 }
 
-// The keys of such a box: as many as divide a page, up to one of swizzled rows that divides every tile of keys.
-inline int64_t BoxOfPage(int64_t page) { return std::min<int64_t>(page & -page, 64); }
+// The keys of such a box: as many as divide a page and a tile, up to one of swizzled rows.
+inline int64_t BoxOfPage(int64_t page, int64_t tile_n) { return std::min({page & -page, tile_n & -tile_n, int64_t{64}}); }
 
 // The same array as tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
 // t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
@@ -237,7 +237,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
     return TooLarge("b * " + s_kv, shape.b * source.s_batch, kMaxExtent);
   }
   static constexpr int64_t kLeastBox = 8;  // this many rows are swizzled alike
-  const int64_t box = BoxOfPage(source.s_batch);
+  const int64_t box = BoxOfPage(source.s_batch, tiles.tile_n);
   if (IsInPages(source.kind)) {
     if (box < kLeastBox) return "page is " + std::to_string(source.s_batch) + ", wanted a multiple of 8";
     if (std::string error = OutOfRange("pages", source.pages); !error.empty()) return error;

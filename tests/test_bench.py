@@ -96,7 +96,7 @@ class TestBench:
     def test_work(self, row):
         """Against a formula, where there is one."""
         if isinstance(row, FmhaRow):
-            keys = (row.s_kv + 1) / 2 if row.is_causal else row.s_kv
+            keys = (row.s_kv / row.segments + 1) / 2 if row.is_causal else row.s_kv
             if row.window:
                 keys = row.window - row.window * (row.window - 1) / 2 / row.s_q
         elif isinstance(row, SparseRow):

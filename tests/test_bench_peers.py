@@ -3,6 +3,7 @@ installed, for torch.
 """
 
 import importlib
+import itertools
 import json
 import runpy
 import shutil
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import dsv4_attention, dsv4_decode, fmha, lightning_indexer, mla_decode, sparse_fmha
+from jax_dsv4_fmha import Span, dsv4_attention, dsv4_decode, fmha, lightning_indexer, mla_decode, sparse_fmha
 from jax_dsv4_fmha._bench import SUITES, attention, decode, indexer, latent, measure, outside
 from jax_dsv4_fmha._bench.attention import FmhaRow, SparseRow, layer
 from jax_dsv4_fmha._bench.cudnn_frontend import cudnn_frontend
@@ -341,3 +342,26 @@ def test_kernels_that_do_not_come_with_every_call_are_nobody_s():
     found, others = measure.of_every_call(sorted([*calls, (55.0, 3.0, "copy")]), 4)
     assert found == calls and others == {"copy": 1}
     assert measure.summary("peer", found, 2, 2)["seconds"] == pytest.approx(1e-8)
+
+
+@pytest.mark.parametrize("row", [{"window": 4, "has_sink": True}, {"is_causal": True, "segments": 2}], ids=str)
+def test_flash_attention_3_is_asked_for_the_same(row, monkeypatch):
+    """A stand-in for the package has its arguments, and attends by `fmha`."""
+    row = FmhaRow(d=64, b=2, s_q=16, s_kv=16, h_q=4, h_kv=2, **row)
+
+    def flash_mha(q, k, v, *, is_causal, window_size, sinks):
+        s, (left, right) = q.shape[1], window_size
+        assert is_causal and right == (0 if left >= 0 else -1)
+        return fmha(q, k, v, sink=sinks, span=Span.sliding_window(s, left + 1) if left >= 0 else Span.causal(s))[0]
+
+    def flash_mha_varlen(q, k, v, starts, longest, **how):
+        parts = [slice(*x) for x in itertools.pairwise(starts.tolist())]
+        assert max(x.stop - x.start for x in parts) == longest
+        return jnp.concatenate([flash_mha(*(x[None, part] for x in (q, k, v)), **how)[0] for part in parts])
+
+    package = types.SimpleNamespace(flash_mha=flash_mha, flash_mha_varlen=flash_mha_varlen)
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", package)
+    monkeypatch.setattr(attention, "fmha", lambda *x, implementation, **how: fmha(*x, **how))
+    (x,) = row.inputs(1)
+    theirs, ours = (np.asarray(y, np.float32) for y in (row.peer("flash_attention_3", **x), row.ours(**x)[0]))
+    np.testing.assert_allclose(theirs, ours, atol=0.02)

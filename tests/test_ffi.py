@@ -283,6 +283,14 @@ def test_launch_is_what_the_host_stub_launches(stub):
                 assert mine == its, (name, shape)
 
 
+@pytest.mark.parametrize("tile_n, keys", [(144, 16), (128, 64), (64, 64)])
+def test_boxes_divide_a_page_and_a_tile(tile_n, keys):
+    for page in (8, 24, 64, 192):
+        launch = plan("mha_fwd_paged_window", Shape(2, 1, 20 * page, 8, 2, 64, page=page, window=90), tile_n=tile_n)
+        boxes = launch["box0"], *(launch.maps[x].box[1] for x in ("k0.map", "v0.map"))
+        assert boxes == (min(keys, page & -page),) * 3, page
+
+
 @pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
 def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
     if (row := next((v for v in library.held() if v.family == "combine"), None)) is None:

@@ -330,8 +330,10 @@ def test_kernels(on_hopper, kind, name, d, window):
         ({}, 128, "mha_fwd_paged_window"),
         ({}, None, "mha_fwd_paged"),
         ({"s_q": 2}, 128, "mha_fwd_paged"),
-        ({}, 31 * 64 + 1, "mha_fwd_paged_window"),
-        ({}, 31 * 64 + 2, "mha_fwd_paged"),
+        ({}, 31 * 16 + 1, "mha_fwd_paged_window"),
+        ({}, 31 * 16 + 2, "mha_fwd_paged"),
+        ({"d": 256}, 31 * 64 + 1, "mha_fwd_paged_window"),
+        ({"d": 256}, 31 * 64 + 2, "mha_fwd_paged"),
         ({"page": 24}, 31 * 8 + 1, "mha_fwd_paged_window"),
         ({"page": 24}, 31 * 8 + 2, "mha_fwd_paged"),
         ({"held": jnp.float8_e4m3fn}, 128, "mha_fwd_paged_e4m3_window"),
@@ -406,7 +408,9 @@ def test_kernel(case):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["", "codes"])
-@pytest.mark.parametrize("d, page, window", [(64, 16, 100), (128, 64, 128), (64, 8, 249), (256, 24, 200)])
+@pytest.mark.parametrize(
+    "d, page, window", [(64, 16, 100), (128, 64, 128), (64, 64, 300), (64, 8, 249), (256, 24, 200)]
+)
 def test_the_kernel_finds_what_a_window_sees(d, page, window, dtype):
     """Lengths that end anywhere, or have no room; queries without a token; pages that are missing, of K or of V."""
     b, pages, room = 16, 100, 8 * page

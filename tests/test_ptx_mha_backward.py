@@ -140,7 +140,7 @@ FAULTS = [
         r"wgmma.*reads SMEM.*orders this and the write by tma of CTA \d warp 0 \(line \d+: cp\.async\.bulk\.tensor\.4d",
         without_waiting("keys"),
         also=((Race, r"cp\.async\.bulk\.tensor\.4d.*overwrites SMEM.*orders this and the read by wgmma"),),
-        seeds=(0, 1),
+        seeds=(0, 3),
     ),
     PlantedFault(
         "products read Q before it landed",
@@ -155,7 +155,7 @@ FAULTS = [
                 r"\(line \d+: cp\.async\.bulk\.tensor\.5d",
             ),
         ),
-        seeds=(0, 1),
+        seeds=(0, 3),
     ),
     PlantedFault(
         "rows of Q are zeroed before it landed",
@@ -171,7 +171,7 @@ FAULTS = [
                 r"CTA \d warp 0 \(line \d+: cp\.async\.bulk\.tensor\.5d",
             ),
         ),
-        seeds=(0, 5),
+        seeds=(0, 7),
     ),
     PlantedFault(
         "lse is read before it is there",
@@ -190,7 +190,7 @@ FAULTS = [
         lambda text: edits.drop(text, r"wgmma\.wait_group\.sync\.aligned\s+0", slice(-1, None)),
         case="turns",
         also=((Race, r"wgmma.*reads SMEM bytes.*the write by tma of warp 0 \(line \d+: cp\.async\.bulk\.tensor\.5d"),),
-        seeds=(0, 1),
+        seeds=(0, 4),
     ),
     PlantedFault(
         "Q comes in before the one before has",

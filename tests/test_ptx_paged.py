@@ -43,7 +43,7 @@ WINDOW = Subject(
     "mha_fwd_paged_window_sm_90a_d64_bfloat16",
     {"b": 5, "s_q": 1, "s_kv": 420, "h_q": 8, "h_kv": 2, "window": 100, "page": 16},
     PAGED.barriers,
-    PAGED.regions,
+    {"q": 2 * 8 * KIB, "k": STAGES * 18 * KIB, "v": STAGES * 18 * KIB},
 )
 MERGE = Subject("combine_sm_90a_bfloat16", {}, "", {})
 SHIFTED = Subject(  # at d 256 codes become bfloat16

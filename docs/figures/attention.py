@@ -8,6 +8,7 @@ from .records import (
     DECODE,
     FORWARD,
     GQA,
+    GRAD,
     LATENT,
     LAYER,
     NOTED,
@@ -15,6 +16,7 @@ from .records import (
     PROFILES,
     STEP,
     bullets,
+    has_own_values,
     launched,
     micro,
     of_peer,
@@ -37,9 +39,16 @@ def dsv4() -> str:
     return table("layer | µs | TFLOP/s | of the roofline | two passes / ours", rows)
 
 
+def own_values() -> str:
+    """Prompts at d 512 with V of their own, and their gradients."""
+    rows = filter(has_own_values, [*rows_of(FORWARD, "dense", "xla"), *rows_of(GRAD, "grad", "xla")])
+    return "; ".join(f"{name} {time} µs ({rate} TFLOP/s, XLA {xla} times)" for name, time, rate, _, xla in rows) + "."
+
+
 def dense() -> str:
     rows = [*rows_of(FORWARD, "dense", "cudnn", "xla"), *rows_of(FORWARD, "window", "cudnn", "xla")]
     rows = [row for row in rows if not ("d 512" in row[0] and "float16" in row[0])]  # these kernels are gone
+    rows = [row for row in rows if not has_own_values(row)]
     return table("attention | µs | TFLOP/s | of the roofline | cuDNN / ours | XLA / ours", rows)
 
 
@@ -86,9 +95,9 @@ def gqa() -> str:
     """A row for each head dimension and what a query sees, a column for each batch."""
     kinds: dict[str, dict[int, str]] = {}
     for row in suite(GQA, "gqa"):
-        if found := re.match(r"d (\d+) step, (.*) in pages of 64 b(\d+) s1 h64/8( float8_e4m3fn)?$", row["name"]):
-            d, seen, b, codes = found.groups()
-            kind = f"d {d}, {seen} tokens{', FP8' if codes else ''}"
+        if found := re.match(r"d (\d+) step, (.*) in pages of 64 b(\d+) s(\d+) h64/8( float8_e4m3fn)?$", row["name"]):
+            d, seen, b, s_q, codes = found.groups()
+            kind = f"d {d}, {seen} tokens{f', {s_q} new' if s_q != '1' else ''}{', FP8' if codes else ''}"
             kinds.setdefault(kind, {})[int(b)] = f"{micro(ours(row))} ({share(row)})"
     batches = sorted({b for times in kinds.values() for b in times})
     header = " | ".join(["64 heads, 8 KV heads", *(f"b {b}, µs" for b in batches)])

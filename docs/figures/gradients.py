@@ -8,6 +8,7 @@ from .records import (
     NOTED,
     SMS,
     bullets,
+    has_own_values,
     launched,
     micro,
     of_peer,
@@ -23,8 +24,9 @@ from .records import (
 
 
 def _both(row: dict[str, Any]) -> str:
-    both, theirs = row["times"].get("both"), row["times"].get("both by cudnn")
-    return f"{theirs['seconds'] / both['seconds']:.2f}" if theirs else "–"
+    """Both passes of cuDNN and of FlashAttention 3 beside ours."""
+    both, *theirs = (row["times"].get(name) for name in ("both", "both by cudnn", "both by flash_attention_3"))
+    return " / ".join(f"{x['seconds'] / both['seconds']:.2f}" if x else "–" for x in theirs)
 
 
 def _deterministic(row: dict[str, Any]) -> str:
@@ -36,7 +38,7 @@ def gradients(dims: tuple[int, ...], peer: str, beside: Callable[[dict[str, Any]
     """Both passes are forward and backward; the other columns are the backward pass alone."""
     rows = []
     for row in suite(GRAD, "grad"):
-        if row["case"]["d"] in dims:
+        if row["case"]["d"] in dims and not has_own_values([row["name"]]):
             name = row["name"].removeprefix("gradient of ")
             both = micro(row["times"]["both"]["seconds"])
             rows.append([name, micro(ours(row)), rate(row), share(row), both, beside(row), _deterministic(row)])
@@ -49,7 +51,7 @@ def mla_backward() -> str:
 
 
 def mha_backward() -> str:
-    return gradients((64, 128, 256), "cuDNN / ours, both", _both)
+    return gradients((64, 128, 256), "cuDNN, FlashAttention 3 / ours, both", _both)
 
 
 def mla_backward_bound() -> str:

@@ -3,7 +3,7 @@
 import json
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,11 @@ def rows_of(data: dict[str, Any], name: str, *peers: str) -> list[list[str]]:
 
 def row_of(data: dict[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in data["rows"] if row["name"] == name)
+
+
+def has_own_values(row: Sequence[str]) -> bool:
+    """True of a row at d 512 whose V is no part of K, by its name: these have a page of their own."""
+    return re.search(r"\bd 512 \w+ b\d+ s\d+ h\d+/", row[0]) is not None
 
 
 KINDS = ("with a window alone", "of ratio 4", "of ratio 128")

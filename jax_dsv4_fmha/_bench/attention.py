@@ -1,5 +1,6 @@
 """The suites dsv4, dense and window: prompts of attention, beside jax.nn's ways or our own two passes."""
 
+import importlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -109,7 +110,9 @@ class PromptRow(AttentionRow):
 
 @dataclass(frozen=True, kw_only=True)
 class FmhaRow(PromptRow):
-    """K and V, or from d 512 on with one KV head one array that is both; cuDNN and XLA through jax.nn are its peers."""
+    """K and V, or from d 512 on with one KV head one array that is both. Its peers are cuDNN and XLA through jax.nn,
+    and "flash_attention_3", by the package dew_flash_attn where it is installed.
+    """
 
     op = "fmha"
 
@@ -117,6 +120,7 @@ class FmhaRow(PromptRow):
     has_sink: bool = False
     is_causal: bool = False
     window: int | None = None  # of keys that a query sees, where it does not see all
+    segments: int = 1  # equally long ones of a row of tokens; a query sees keys of its own
 
     @property
     def shared_kv(self) -> bool:
@@ -124,7 +128,8 @@ class FmhaRow(PromptRow):
 
     @property
     def keys(self) -> str:
-        return f"window {self.window}" if self.window else "causal" if self.is_causal else "full"
+        kind = f"window {self.window}" if self.window else "causal" if self.is_causal else "full"
+        return kind if self.segments == 1 else f"{kind} in {self.segments} segments"
 
     @property
     def heads(self) -> str:
@@ -132,7 +137,7 @@ class FmhaRow(PromptRow):
 
     @property
     def visible(self) -> int:
-        return self.seen(self.span or Span(0, self.s_kv), self.s_kv)
+        return self.seen(self._span_of(self._ids()) or Span(0, self.s_kv), self.s_kv)
 
     @property
     def key_rows(self) -> int:
@@ -144,16 +149,30 @@ class FmhaRow(PromptRow):
             return Span.sliding_window(self.s_q, self.window, self.s_kv - self.s_q)
         return Span.causal(self.s_q, self.s_kv - self.s_q) if self.is_causal else None
 
+    def _ids(self) -> jax.Array | None:
+        if self.segments == 1:
+            return None
+        ids = jnp.arange(self.s_kv, dtype=jnp.int32) // (self.s_kv // self.segments)
+        return jnp.broadcast_to(ids, (self.b, self.s_kv))
+
+    def _span_of(self, ids: jax.Array | None) -> Span | None:
+        if ids is None:
+            return self.span
+        return Span.segments(ids) & self.span if self.span else Span.segments(ids)
+
     def others(self, keys: Iterator[jax.Array]) -> Operands:
         shape = self.b, self.s_kv, self.h_kv, self.d
-        return {name: self.normal(keys, *shape) for name in ("k", "v")[: 1 if self.shared_kv else 2]}
+        arrays = {name: self.normal(keys, *shape) for name in ("k", "v")[: 1 if self.shared_kv else 2]}
+        return arrays if (ids := self._ids()) is None else arrays | {"ids": ids}
 
     def ours(self, **operands: Any) -> Any:
-        d_v = self.d_v if self.shared_kv else None
-        return fmha(**operands, d_v=d_v, span=self.span, implementation="cubin")
+        d_v, span = self.d_v if self.shared_kv else None, self._span_of(operands.pop("ids", None))
+        return fmha(**operands, d_v=d_v, span=span, implementation="cubin")
 
     def peer(self, name: Any, **operands: Any) -> Any:
         """jax.nn has no sinks, so it runs without."""
+        if name == "flash_attention_3":
+            return self._by_flash_attention_3(**operands)
         q, k = operands["q"], operands["k"]
         logits = 4 * self.b * self.h_q * self.s_q * self.s_kv
         if name == "xla" and logits > _memory() // 4:
@@ -166,6 +185,21 @@ class FmhaRow(PromptRow):
             local_window_size=(self.window - 1, 0) if self.window else None,
             implementation=name,
         )
+
+    def _by_flash_attention_3(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None = None, sink: jax.Array | None = None
+    ) -> jax.Array:
+        package = importlib.import_module("dew_flash_attn")
+        window = (self.window - 1, 0) if self.window else (-1, -1)
+        how = {"is_causal": self.is_causal or bool(self.window), "window_size": window, "sinks": sink}
+        if ids is None:
+            found: jax.Array = package.flash_mha(q, k, v, **how)
+            return found
+        length = self.s_kv // self.segments
+        starts = jnp.arange(self.b * self.segments + 1, dtype=jnp.int32) * length
+        packed = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        found = package.flash_mha_varlen(*packed, starts, length, **how)
+        return found.reshape(q.shape)
 
 
 def _memory() -> int:
@@ -317,6 +351,7 @@ def window(*sizes: int, **fields: Any) -> FmhaRow:
     return dense(*sizes, window=128, **fields)
 
 
+_HOPPERS = ("cudnn", "flash_attention_3")
 _BOTH_ORDERS = ("cudnn", "xla", "batch_invariant")
 
 
@@ -364,7 +399,8 @@ SUITES = (
             dense(128, 2, 8192, 16, 16),
             causal(128, 2, 8192, 16, 16, dtype="float16"),
             causal(256, 2, 8192, 8, 1),
-            *(causal(d, 1, 8192, 64, 8, peers=("cudnn",)) for d in (64, 128)),  # as in gpt-oss, in Qwen 3
+            *(causal(d, 1, 8192, 64, 8, peers=_HOPPERS) for d in (64, 128)),  # as in gpt-oss, in Qwen 3
+            causal(64, 1, 8192, 64, 8, segments=8, has_sink=True, peers=_HOPPERS[1:]),
             causal(128, 1, 512, 16, 16),
             causal(128, 64, 128, 16, 16),
         ),
@@ -375,7 +411,7 @@ SUITES = (
         (
             *(window(512, 1, 4096, h, 1, has_sink=True, peers=_BOTH_ORDERS) for h in (128, 64, 16)),
             window(128, 2, 8192, 16, 1),
-            window(64, 1, 8192, 64, 8, has_sink=True, peers=("cudnn",)),
+            window(64, 1, 8192, 64, 8, has_sink=True, peers=_HOPPERS),
         ),
     ),
 )

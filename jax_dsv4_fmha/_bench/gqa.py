@@ -18,14 +18,16 @@ from .row import CallRow, Suite
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsStepRow(AttentionRow):
-    """The last token of sequences of s_kv tokens, over pages. Its peers: our call over "contiguous" caches, and cuDNN
-    through jax.nn over such, without the sink; for caches in FP8 our call over "bfloat16".
+    """The last s_q tokens of sequences of s_kv tokens, or up to `fewer` tokens fewer, over pages. Its peers: our call
+    over "contiguous" caches, and cuDNN through jax.nn over such, without the sink; for caches in FP8 our call over
+    "bfloat16".
     """
 
     op = "gqa_decode"
 
     s_q: int = 1
     h_kv: int = 8
+    fewer: int = 0  # with a window
     window: int | None = None
     page: int = PAGE  # 0 means contiguous caches
     caches: str = "bfloat16"  # the dtype of their entries
@@ -33,7 +35,8 @@ class HeadsStepRow(AttentionRow):
     @property
     def keys(self) -> str:
         where = f"pages of {self.page}" if self.page else "contiguous"
-        return f"step, {f'window {self.window} of ' if self.window else ''}{self.s_kv} in {where}"
+        tokens = f"{self.s_kv - self.fewer} to {self.s_kv}" if self.fewer else self.s_kv
+        return f"step, {f'window {self.window} of ' if self.window else ''}{tokens} in {where}"
 
     @property
     def heads(self) -> str:
@@ -62,7 +65,7 @@ class HeadsStepRow(AttentionRow):
         return float(read + self.b * self.s_q * self.h_q * (4 * self.d + 4))
 
     def operands(self, key: jax.Array) -> Operands:
-        """Sequences that fill their pages, which are in random order."""
+        """Pages are in random order."""
         q, sink, *of_caches = jax.random.split(key, 6)
 
         def cache(of_entries: jax.Array, of_table: jax.Array) -> Cache:
@@ -76,7 +79,7 @@ class HeadsStepRow(AttentionRow):
             "q": jax.random.normal(q, (self.b, self.s_q, self.h_q, self.d), self.dtype),
             "k_cache": cache(*of_caches[:2]),
             "v_cache": cache(*of_caches[2:]),
-            "lengths": jnp.full((self.b,), self.s_kv, jnp.int32),
+            "lengths": self.s_kv - jnp.arange(self.b, dtype=jnp.int32) % (self.fewer + 1),
             "sink": jax.random.normal(sink, (self.h_q,)),
         }
 
@@ -110,7 +113,8 @@ SUITE = Suite(
     "#5b4b9a",
     (
         *(_all(b, d) for d in (64, 128) for b in (1, 8, 64, 256)),
-        *(_window(b, d) for d in (64, 128) for b in (1, 8, 64, 256)),
+        *(replace(_all(b, 256), peers=()) for b in (1, 8, 64, 256)),
+        *(_window(b, d) for d in (64, 128, 256) for b in (1, 8, 64, 256)),
         *(
             replace(row(b, d), caches="float8_e4m3fn", peers=("bfloat16",))
             for row, bs in ((_all, (8, 64, 256)), (_window, (64,)))
@@ -118,6 +122,14 @@ SUITE = Suite(
             for b in bs
         ),
         replace(_all(64, 64), page=16),
-        replace(_all(64, 64), s_q=4, peers=("contiguous",)),
+        *(replace(_all(b, 64), s_q=s_q, peers=()) for s_q in (2, 4, 8) for b in (1, 64, 256)),
+        replace(_window(64, 64), s_q=4, peers=()),
+        *(
+            replace(_window(64, d), fewer=63, caches=caches, peers=())
+            for d in (64, 128)
+            for caches in ("bfloat16", "float8_e4m3fn")
+        ),
+        *(replace(_all(64, 64), s_q=s_q, caches="float8_e4m3fn", peers=()) for s_q in (2, 4, 8)),
+        replace(_all(64, 256), caches="float8_e4m3fn", peers=()),
     ),
 )

@@ -124,13 +124,17 @@ SUITE = Suite(
             causal(512, 1, 4096, 16, 2),
         ),
         *_rows(
-            ("cudnn", "deterministic"),
+            ("cudnn", "flash_attention_3", "deterministic"),
             causal(64, 4, 8192, 16, 16),
             causal(128, 2, 8192, 16, 16),
             *(causal(d, 1, 8192, 64, 8) for d in (64, 128)),
         ),
         *_rows(
-            ("cudnn",),  # their gradients are deterministic already
+            ("flash_attention_3", "deterministic"),  # jax.nn has no segments
+            causal(64, 1, 8192, 64, 8, segments=8, has_sink=True),
+        ),
+        *_rows(
+            ("cudnn", "flash_attention_3"),  # our gradients are deterministic already
             causal(256, 2, 8192, 8, 1),
             window(128, 2, 8192, 16, 1),
             window(64, 2, 8192, 64, 8, has_sink=True),

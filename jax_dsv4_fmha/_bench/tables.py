@@ -8,7 +8,7 @@ from typing import Any
 from .._cli.report import table as as_table
 
 PEERS = (
-    *("two_pass", "cudnn", "xla", "flashmla", "cudnn_frontend"),
+    *("two_pass", "cudnn", "flash_attention_3", "xla", "flashmla", "cudnn_frontend"),
     *("contiguous", "v4_fp8", "graph", "batch_invariant", "deterministic", "bfloat16", "unpacked"),
 )
 """in the order of a table's columns"""

@@ -22,8 +22,8 @@ ROWS = "b s_q"
 
 BOX, LARGEST_BOX = 8, 64
 """keys that a kernel loads at a time, from a page; pages have whole ones of at least these"""
-BOXES = 32
-"""whose places a kernel finds together"""
+BOXES, BOX_OF_WINDOW = 32, {64: 16, 128: 16}
+"""so many places a kernel finds together; of windows, by d, the largest box"""
 
 
 @functools.partial(
@@ -325,11 +325,11 @@ def _least(*xs: jax.Array) -> Sequence[jax.Array]:
     return made
 
 
-def in_reach(window: int | None, s_q: Any, page: Any) -> bool:
+def in_reach(window: int | None, s_q: Any, page: Any, d: int) -> bool:
     """True if a kernel finds itself what a step with this window sees, from pages of so many tokens."""
     if window is None or not isinstance(page, int) or not isinstance(s_q, int) or s_q != 1:
         return False
-    return page % BOX == 0 and window <= (BOXES - 1) * min(page & -page, LARGEST_BOX) + 1
+    return page % BOX == 0 and window <= (BOXES - 1) * min(page & -page, BOX_OF_WINDOW.get(d, LARGEST_BOX)) + 1
 
 
 Part = SpanSource | SelectionSource | PagedSource

@@ -154,7 +154,7 @@ def _seen(
     """The entries that each query sees."""
     k, v = (x.entries.reshape(*x.entries.shape[:2], *heads) for x in (k_cache, v_cache))
     in_pages, lengths = k_cache.block_table is not None, lengths[:, None]
-    of_window = window if in_pages and in_reach(window, s_q, k.shape[1]) else None
+    of_window = window if in_pages and in_reach(window, s_q, k.shape[1], k.shape[-1]) else None
     start, stop = lengths if q_offset is None else q_offset[:, None] + 1, lengths
     if of_window is None:
         lengths = jnp.maximum(lengths, 0)  # otherwise a subtraction might wrap around

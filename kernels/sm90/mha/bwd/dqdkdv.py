@@ -122,6 +122,9 @@ class MhaDqdkdvSm90(KeyTileKernel):
                 rounded = cute.make_tensor(ds.iterator, s.layout)
                 own = cute.local_tile(smem.ds, (64, 64), (i, group, this))
                 store_matrices(scores, rounded, transposed(own), thread, True)
+                if cutlass.const_expr(c.row_warps == 1):  # dQ first: its sums leave while dK is made
+                    cute.arch.mbarrier_wait(bar.ds.full + (this ^ 1), before)
+                    multiply(of_rows, dq, a_ds[None, None, None, this ^ 1], b_kt, fresh=True)
                 multiply(sums, dk, ds, b_qt[i][None, None, None, stage])
                 if cutlass.const_expr(i < c.row_warps - 1):
                     multiply(scores, s, a_k, b_q[i + 1][None, None, None, stage], fresh=True)
@@ -129,12 +132,10 @@ class MhaDqdkdvSm90(KeyTileKernel):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(bar.ds.full + this)
             if cutlass.const_expr(c.row_warps == 1):
-                cute.arch.mbarrier_wait(bar.ds.full + (this ^ 1), before)
-                multiply(of_rows, dq, a_ds[None, None, None, this ^ 1], b_kt, fresh=True)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(c.row_warps == 1):
+                warpgroup.wait_group(1)
                 cute.arch.mbarrier_arrive(bar.ds.empty + (this ^ 1))
                 add_rows(dq, results.sums, places, column0, c.d)
+            warpgroup.wait_group(0)
             for r in cutlass.range_constexpr(ROWS):
                 places[r] = smem.places[row0 + row_of(thread, r), stage]
             rows.arrive_empty()

@@ -1,7 +1,7 @@
 """Kernels whose CTAs own tiles of keys: what `mha_dkdv` and `mha_dqdkdv` share.
 
 A CTA first finds, in `tile_spans`' results, the first tile of rows that sees its keys, and how many do. It walks over
-these tiles, of all heads of the group; `consume` is what the kernels do with one:
+these tiles, of all heads of the group, in an order that `KeyTile` has; `consume` is what the kernels do with one:
 
     producer warp     K V   Q0 dO0   Q1 dO1   Q2 dO2 ...            TMA, into a ring
     row warps         the numbers of each tile's rows               into the same stages
@@ -32,24 +32,51 @@ from .tile_spans import read_seen
 
 NO_TILE = 0x7FFFFFFF  # after every tile of rows
 TILES_AT_ONCE = 4  # tiles of rows whose spans a thread loads at a time
+AT_ONCE = 128  # CTAs that walk together: about as many as a chip holds
 
 
 @dataclass(frozen=True)
 class KeyTile:
-    """A CTA's keys."""
+    """A CTA's keys, and whether it walks over their tiles of rows from the last to the first.
+
+    Tiles of a few (batch, KV head) pairs follow one another. The last keys of each come first, and their CTAs walk
+    backwards; then the first keys, forwards. Under a causal mask tile i of t is seen by (t - i) p tiles of rows. At
+    time 0 all of the last keys begin with the last rows. Those of tile t - 1 - i end at (i + 1) p, when tile i takes
+    their place, and begins with its first rows, those of index i p. So at time T all CTAs that walk backwards are at
+    the T-th last tile of rows, and all others are at tile T - p: L2 reads rows twice, and not once for each tile of
+    keys. All places end at (t + 1) p.
+    """
 
     batch: Int32
     kv_head: Int32
     key0: Int32
+    backwards: Int32
 
     @staticmethod
     def of(n: Extents, s_kv: Int32, tile_n: int, ctas: int) -> "KeyTile":
-        """Tiles of a pair of (batch, KV head) follow one another, the first keys first: under a causal mask they have
-        most to do. So many CTAs in a row have the same keys."""
+        """The keys of this CTA, and of all in its cluster."""
         index = cute.arch.block_idx()[0] // ctas if ctas > 1 else cute.arch.block_idx()[0]
-        pair, tile = divide(index, ceil_div(s_kv, Int32(tile_n)))
-        batch, kv_head = divide(pair, n.h_kv)
-        return KeyTile(batch, kv_head, tile * tile_n)
+        tiles, at_once = ceil_div(s_kv, Int32(tile_n)), Int32(AT_ONCE // ctas)
+        most = cutlass.max(divide(at_once, ceil_div(tiles, Int32(2)))[0], 1)  # pairs
+        section, rest = divide(index, most * tiles)
+        pairs = cutlass.min(most, n.pairs - section * most)
+        place, pair = divide(rest, pairs)
+        each = divide(at_once, pairs)[0]  # tiles of a pair, of last keys and then of first keys
+        turn, i = divide(place, 2 * each)
+        last = cutlass.min(each, tiles - turn * 2 * each)
+        backwards = Int32(i < last)
+        tile = turn * each + i - last
+        tile = tile + backwards * (tiles - 1 - turn * each - i - tile)
+        batch, kv_head = divide(section * most + pair, n.h_kv)
+        return KeyTile(batch, kv_head, tile * tile_n, backwards)
+
+    def row_tile(self, n: Extents, i: Int32) -> Int32:
+        """The i-th tile of rows, in the order in which the CTA walks over all of them."""
+        return i + self.backwards * (n.tiles_of_pair - 1 - 2 * i)
+
+    def seen(self, operands: RowOperands, n: Extents, i: Int32) -> tuple[Int32, Int32]:
+        """Which keys, of all, the i-th tile of rows sees."""
+        return read_seen(operands.seen, self.batch * n.tiles_of_pair + self.row_tile(n, i))
 
 
 @dataclass(frozen=True)
@@ -141,7 +168,7 @@ class KeyTileKernel(MhaBackwardKernel):
                 if does:
                     first, count = cutlass.min(first, i), count + 1
                     if cutlass.const_expr(c.adds_rows):
-                        lo, hi = read_seen(operands.seen, tile.batch * n.tiles_of_pair + i)
+                        lo, hi = tile.seen(operands, n, i)
                         for word in cutlass.range_constexpr(c.tile_n // WARP):
                             key0 = tile.key0 + word * WARP
                             covered[word] = covered[word] | (bits_below(hi - key0) & ~bits_below(lo - key0))
@@ -162,8 +189,8 @@ class KeyTileKernel(MhaBackwardKernel):
         return cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(count, "add")
 
     def sees(self, operands: RowOperands, tile: KeyTile, n: Extents, i: Int32) -> cutlass.Boolean:
-        """Tells whether any row of tile i of rows sees any key of this tile."""
-        lo, hi = read_seen(operands.seen, tile.batch * n.tiles_of_pair + i)
+        """Tells whether any row of the i-th tile of rows sees any key of this tile."""
+        lo, hi = tile.seen(operands, n, i)
         return (lo < hi) & (lo < tile.key0 + self.config.tile_n) & (hi > tile.key0)
 
     @cute.jit
@@ -191,7 +218,8 @@ class KeyTileKernel(MhaBackwardKernel):
     def next_row_tile(
         self, seeing: Int32, chunk: Int32, tile: KeyTile, operands: RowOperands, n: Extents
     ) -> tuple[Int32, Int32, Int32]:
-        """(row tile, and the state: which of a chunk of 32 are still to come, and the chunk's first)."""
+        """(the row tile's place in the order, and the state: which of a chunk of 32 are still to come, and the chunk's
+        first)."""
         while seeing == 0:
             chunk = chunk + WARP
             i = chunk + cute.arch.lane_idx()
@@ -220,7 +248,7 @@ class KeyTileKernel(MhaBackwardKernel):
                 cute.copy(atom, g, to[None, state.index], tma_bar_ptr=state.full)
 
     def row_tile(self, tile: KeyTile, n: Extents, i: Int32) -> RowTile:
-        outer, inner = divide(i, n.tiles_inner)
+        outer, inner = divide(tile.row_tile(n, i), n.tiles_inner)
         return RowTile(n, Int32(0), tile.batch, tile.kv_head, inner * n.box_inner, outer * n.box_outer)
 
     @cute.jit

@@ -5,9 +5,8 @@ from pathlib import Path
 from kernels.abi import Forward
 from kernels.aot import Compiled
 
-from .config import Config
 from .paged_e4m3 import MhaFwdPagedE4m3Sm90
-from .paged_window import WindowSteps
+from .paged_window import WindowConfig, WindowSteps
 
 
 class MhaFwdPagedE4m3WindowSm90(WindowSteps, MhaFwdPagedE4m3Sm90):
@@ -15,5 +14,5 @@ class MhaFwdPagedE4m3WindowSm90(WindowSteps, MhaFwdPagedE4m3Sm90):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources)
+    config = WindowConfig(variant.d, variant.dtype, variant.sources)
     return MhaFwdPagedE4m3WindowSm90(config).compile(variant, out_dir, ctas=config.ctas)

@@ -28,6 +28,23 @@ from .paged import BOX_BITS, MhaFwdPagedSm90, PagedOperands, PagedSpan
 from .smem import Barriers, Shared
 
 
+@dataclass(frozen=True)
+class WindowConfig(Config):
+    """128 keys, which begin and end anywhere, are nine boxes: of one tile, or of three where they come as codes."""
+
+    @property
+    def tile_n(self) -> int:
+        return {64: 144, 128: 48 if super().stages_of_codes else 144}.get(self.d, super().tile_n)
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.d == 128 and not super().stages_of_codes else 2
+
+    @property
+    def stages_of_codes(self) -> int:
+        return {64: 3, 128: 6, 256: 2}[self.d] if super().stages_of_codes else 0
+
+
 class Boxes(NamedTuple):
     """The places of the window's boxes of keys, of which each lane knows one."""
 
@@ -93,7 +110,9 @@ class WindowSteps:
     def produce(
         self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, values: tuple, operands: PagedOperands, n: Extents
     ):
-        """It asks where the next keys are before it loads these, since answers are late while keys are on their way."""
+        """It loads the first keys as soon as it knows where they are. Then it asks where the next ones are, for
+        answers are late behind keys that are on their way.
+        """
         c, (tma_q, mQ) = self.config, rows
         scheduler, fills0 = self.scheduler(operands, n), Int32(0)
         split, batch, head, inner, end, length = self.known(operands, scheduler, Int32(0))
@@ -106,16 +125,20 @@ class WindowSteps:
                 cute.arch.mbarrier_expect_tx(q.full, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
+            with cute.arch.elect_one():
+                tile.publish(smem.info[None, 0, slot])
             (span,) = own_part((self.found(operands, tile, lo, hi, k_page, v_page),), tile, 1)
+            of_keys = bar, smem, keys, values, tile, span, fills0
+            self.load_at(*of_keys, Int32(0))
+            with cute.arch.elect_one():
+                span.publish(smem.info[None, 1, slot])
+                q.arrive_full()
             if wave + 1 < scheduler.waves:
                 if (wave + 1) % WARP == 0:
                     split, batch, head, inner, end, length = self.known(operands, scheduler, wave + 1)
                 lo, hi, k_page, v_page = self.look(operands, batch, end, length, (wave + 1) % WARP)
-            with cute.arch.elect_one():
-                tile.publish(smem.info[None, 0, slot])
-                span.publish(smem.info[None, 1, slot])
-                q.arrive_full()
-            self.load_keys(bar, smem, keys, values, tile, span, fills0)
+            for t in cutlass.range(1, key_tiles(span), unroll=1):
+                self.load_at(*of_keys, t)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
@@ -165,17 +188,24 @@ class WindowSteps:
         return WindowSpan(x, tile, self.config.tile_n, opened, hi, lo, hi, 0, lo, opened, boxes)
 
     @cute.jit
-    def load_keys(
-        self, bar: Barriers, smem: Shared, keys: tuple, values: tuple, tile: RowTile, span: WindowSpan, fills0: Int32
+    def load_at(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        keys: tuple,
+        values: tuple,
+        tile: RowTile,
+        span: WindowSpan,
+        fills0: Int32,
+        t: Int32,
     ):
-        """Box by box, as lanes know them."""
+        """Tile t of K and of V, box by box, as lanes know them."""
         x, (k_page, v_page, row) = span.operands, span.boxes
         boxes = self.config.tile_n >> cute.arch.popc(x.box - 1)
         before = (span.lo - span.opened) // self.config.tile_n
-        for t in cutlass.range(key_tiles(span), unroll=1):
-            first, of_k, of_v = (before + t) * boxes % WARP, *self.landings(bar, smem, fills0 + t)
-            self.load_tile(keys, *of_k, tile, k_page, row, first, boxes, x.box >> BOX_BITS)
-            self.load_tile(values, *of_v, tile, v_page, row, first, boxes, x.box >> BOX_BITS)
+        first, of_k, of_v = (before + t) * boxes % WARP, *self.landings(bar, smem, fills0 + t)
+        self.load_tile(keys, *of_k, tile, k_page, row, first, boxes, x.box >> BOX_BITS)
+        self.load_tile(values, *of_v, tile, v_page, row, first, boxes, x.box >> BOX_BITS)
 
     def read(self, operands: PagedOperands, tile: RowTile, slot: cute.Tensor) -> WindowSpan:
         span = super().read(operands, tile, slot)
@@ -204,5 +234,5 @@ class MhaFwdPagedWindowSm90(WindowSteps, MhaFwdPagedSm90):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources)
+    config = WindowConfig(variant.d, variant.dtype, variant.sources)
     return MhaFwdPagedWindowSm90(config).compile(variant, out_dir, ctas=config.ctas)
