@@ -1,5 +1,6 @@
 """Which implementation runs, and why: `explain`, and the log."""
 
+import functools
 import logging
 
 import jax
@@ -227,6 +228,23 @@ def test_gradients_on_blackwell(blackwell):
     assert gradient.variant == "csa_bwd_sm_100f_d512_bfloat16"
     with pytest.raises(NotImplementedError, match=r"deterministic: got True for bfloat16, d=512.*csa_bwd"):
         jax.eval_shape(jax.grad(lambda *x: selected(*x, deterministic=True)), *OPERANDS, indices)
+
+
+def test_latents_of_576_on_blackwell(blackwell):
+    """No kernel is compiled for it: the reference runs and says why, or "cubin" is an error."""
+    q, kv = x(1, 4, 64, 576), x(1, 16, 576)
+    indices = jax.ShapeDtypeStruct((1, 4, 8), jnp.int32)
+    calls = {
+        "mla_span_fwd_v512": (lambda q, kv, **how: fmha(q, kv[:, :, None], d_v=512, **how), (q, kv)),
+        "mla_sparse_fwd_v512": (lambda q, kv, i, **how: sparse_fmha(q, kv, i, d_v=512, **how), (q, kv, indices)),
+    }
+    for name, (f, operands) in calls.items():
+        (decision,) = explain(f, *operands)
+        words = f"{name}: built for sm_90a, and this process has sm_100f"
+        assert decision.implementation == "reference" and words in decision.reason
+        for how in ({"batch_invariant": True}, {"implementation": "cubin"}):
+            with pytest.raises(NotImplementedError, match=f"got .* on sm_100f, wanted a kernel .*, built {name}"):
+                jax.jit(functools.partial(f, **how)).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

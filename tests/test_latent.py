@@ -4,6 +4,7 @@ documents, meshes, configs and errors. tests/test_hf_latent.py compares it with 
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,16 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jax_dsv4_fmha import explain
-from jax_dsv4_fmha.layers import Indexer, LatentAttention, LayerCache, Rope, Shared, from_state_dict, to_state_dict
+from jax_dsv4_fmha.layers import (
+    Indexer,
+    LatentAttention,
+    LayerCache,
+    Rope,
+    Shared,
+    from_state_dict,
+    latent,
+    to_state_dict,
+)
 from tests.helpers import assert_in_place, normal
 from tests.transformed import mesh_of
 
@@ -143,6 +153,15 @@ def test_chunks_and_steps_are_the_whole(name, pages):
     out = step(params, new, cache, **two)
     assert_close(out.y[0], want[0, 8:10])
     assert_close(out.y[1, 0], want[1, 6])
+
+
+def test_a_prompt_makes_q_by_one_product():
+    """No array of all queries is copied for RoPE's numbers; a step's is, whose weights are larger."""
+    params, cache = params_of("dense"), DENSE.cache(2, S, X.dtype)
+    of_q = re.compile(rf"concatenate .*-> tensor<2x\d+x{H}x{DENSE.latent + 8}xf32>")
+    prompt, chunk = jax.jit(DENSE).lower(params, X), jax.jit(DENSE).lower(params, X, cache)
+    step = jax.jit(functools.partial(DENSE.step, lengths=9)).lower(params, X[:, :1], cache)
+    assert [bool(of_q.search(x.as_text())) for x in (prompt, chunk, step)] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["dense", "sparse"])
@@ -292,6 +311,23 @@ def test_bfloat16():
     assert params["wo"].dtype == jnp.bfloat16 and params["kv_norm"].dtype == jnp.float32
     out = jax.jit(layer)(params, normal(2, 1, 9, 64, dtype=jnp.bfloat16))
     assert out.y.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8])
+def test_an_indexer_of_16_heads_runs_on_kernels(dtype, on_hopper, monkeypatch):
+    """With 16 more of zeros it chooses the same."""
+    its = dataclasses.replace(INDEXER, heads=16, topk=9)
+    layer = dataclasses.replace(PACKED["sparse"], indexer=its)
+    params, x = layer.init(jax.random.key(0), jnp.bfloat16), normal(3, 2, 30, 64, dtype=jnp.bfloat16)
+    cache = layer.cache(2, 64, dtype)
+    found = explain(layer, params, x, cache) + explain(
+        functools.partial(layer.step, lengths=9), params, x[:, :1], cache
+    )
+    assert [d.implementation for d in found if d.op == "lightning_indexer"] == ["kernel"] * 2
+    monkeypatch.undo()
+    got = layer(params, x, cache).indices
+    monkeypatch.setattr(latent, "_filled", lambda *x: x)
+    assert (got == layer(params, x, cache).indices).all() and (got >= 0).any()
 
 
 @pytest.mark.parametrize("name", ["V3", "V32", "K2", "GLM"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_dsv4_fmha import Cache, dsv4_decode
+from jax_dsv4_fmha import Cache, dsv4_decode, sparse_fmha
 from jax_dsv4_fmha._host import attention, library, split_kv
 from jax_dsv4_fmha._host.mode import PLAIN
 
@@ -141,6 +141,28 @@ def test_a_step_splits_its_last_turn(monkeypatch):
     q, indices = jnp.zeros((34, 2, 128, 512), jnp.bfloat16), jnp.zeros((34, 2, 1024), jnp.int32)
     call = jax.jit(f).trace(q, cache, cache, lengths=jnp.full(34, 900), indices=indices)
     assert "tensor<2x1x128x18x512xf32>" in call.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(not library.held(), reason="no kernels are built")
+@pytest.mark.parametrize(
+    ("b", "heads", "d", "pool", "parts"),
+    [
+        (1, 64, 576, False, "4x1x64x16"),  # 4096 tiles: 31 turns of 132, and 4
+        (1, 128, 576, False, "4x1x128x16"),
+        (1, 64, 512, False, "4x1x64x16"),
+        (2, 64, 576, True, "8x1x64x16"),
+        (2, 64, 576, False, None),  # sequences with keys of their own
+        (1, 16, 576, False, None),  # two CTAs run on an SM
+    ],
+)
+def test_a_prompt_splits_its_last_turn(monkeypatch, b, heads, d, pool, parts):
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(attention, "processors", lambda _: 132)
+    q, kv = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((b, 4096, heads, d), (b, 8192, d)[pool:]))
+    indices = jax.ShapeDtypeStruct((b, 4096, 2048), jnp.int32)
+    f = functools.partial(sparse_fmha, d_v=512, implementation="cubin")
+    text = jax.jit(f).trace(q, kv, indices).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<{parts}x512xf32>" in text if parts else "x512xf32>" not in text.replace("x0x512xf32>", "")
 
 
 @pytest.mark.skipif(not library.held(), reason="no kernels are built")

@@ -2,6 +2,7 @@
 
 import re
 
+from .gradients import gradients
 from .peers import steps_beside_flashmla
 from .records import (
     DECODE,
@@ -54,7 +55,40 @@ def dense() -> str:
 def latent() -> str:
     """Latents of 576 numbers, and of 512 beside them."""
     header = "top-k 2048, causal, or a step of 16 × 32768 keys | µs | TFLOP/s | of the roofline | FlashMLA / ours"
-    return table(header, rows_of(LATENT, "latent", "flashmla"))
+    their_gradients = gradients((576,), "XLA / ours", lambda row: of_peer(row, "xla"))
+    return "\n\n".join((table(header, rows_of(LATENT, "latent", "flashmla")), _latent_bounds(), their_gradients))
+
+
+def _latent_bounds() -> str:
+    """What is below what was asked for, and why: counted with the rates of gathering that few heads have at d 512."""
+    queries, keys = 4096, 2048
+    bytes_of_all = queries * keys * 576 * 2
+    gathered = [us * bytes_of_all / (queries * _FEW_KEYS * 1024) for us in _FEW["gathering alone, us"]]
+    of_heads = lambda h: [row_of(LATENT, f"d 576 top-k 2048 of {n} b1 s4096 h{h}") for n in (8192, 65536)]  # noqa: E731
+    both = lambda found: " / ".join(f"{us:.0f}" for us in found)  # noqa: E731
+    asked = {h: both(seconds(row, "flashmla") / 1.5e-6 for row in of_heads(h)) for h in (8, 16)}
+    step, dense = (
+        row_of(LATENT, f"d 576 {x}") for x in ("step, top-k 2048 of 8192 b2 s1 h128 v32_fp8", "full b16 s1 h128")
+    )
+    plain, codes = (row_of(LATENT, f"d 512 step, top-k 2051 of 8192 b64 s1 h8{x}") for x in ("", " v41_fp8"))
+    launches = step["times"]["ours"]["kernels"]
+    attends = launches["mla_fwd_sm90_0"] + launches["combine_0"]
+    hot = NOTED["latents of 576, 128 heads"]
+    split = lambda h: " / ".join(map(str, hot["whole / split"][f"{h} heads"]))  # noqa: E731
+    clocks = " and ".join(f"{us * mhz / 1e6:.1f}" for us, mhz in zip(hot["us"], hot["MHz"], strict=True))
+    return bullets(f"""- **128 heads**: power. After half a second the card draws {hot["watts"][0]} of its {PROFILES["clock, GHz"]["watts"]} W, and its clock is {hot["MHz"][0]} MHz with 8192 keys
+  and {hot["MHz"][1]} with 65536. Both take about as many clocks, {clocks} million. With left's P in the odd tile's numbers for RoPE they take 1 to
+  2 % less, but then lists add a score's columns in another order than spans ([trials](lab/forward.md)).
+- **Since then** the last queries are split ([how](kernels/decode.md#the-idea)), which FlashMLA was not timed beside. In turns with the same kernels without,
+  that is {split(128)} times as fast with 128 heads and {split(64)} with 64.
+- **8 and 16 heads**: keys of all queries are {bytes_of_all / 1e9:.1f} GB, and gathering them alone takes {both(gathered)} µs of
+  8192 / 65536 keys, by [the rates at d 512](kernels/few-heads.md#what-bounds-it-today). For 1.5 times FlashMLA's speed 8 heads would have to take
+  {asked[8]} µs, and 16 {asked[16]}: of 65536 keys that is less than gathering.
+- **A step of 2 sequences** ({micro(ours(step))} µs): {micro(launches["seen_slots_0"])} µs of it find slots in pages, which FlashMLA is given. Attention and the merge
+  take {micro(attends)} µs, FlashMLA's {micro(seconds(step, "flashmla"))}.
+- **A step of 8 heads** takes {micro(ours(codes))} µs from FP8, and {micro(ours(plain))} from bfloat16: kernels for few heads have no packed keys, so a tile of 64 rows has
+  8 of them.
+- **A dense step** ({micro(ours(dense))} µs): L2 is busy for 96 % of the time, for two CTAs read each key ([counts](lab/kernels.md#a-step-of-generation)).""")
 
 
 def gqa() -> str:
@@ -139,12 +173,12 @@ def mla_forward_bound() -> str:
   Its {cycles} clocks: {", ".join(f"{name} {count}" for name, count in parts.items())}.""")
 
 
-_FEW = NOTED["few heads, a layer"]
+_FEW, _FEW_KEYS = NOTED["few heads, a layer"], 640
 
 
 def few_heads_bound() -> str:
     """Times beside what bounds them, and beside FlashMLA's 64 heads, to which fewer are padded."""
-    queries, keys, processors = 4096, 640, 132
+    queries, keys, processors = 4096, _FEW_KEYS, 132
     tiles, rows = queries * keys / 64 / processors, []
     both = lambda texts: " / ".join(texts)  # noqa: E731
     whole = lambda times: both(f"{us:.0f}" for us in times)  # noqa: E731

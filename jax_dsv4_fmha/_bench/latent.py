@@ -17,14 +17,14 @@ from .row import Suite
 
 @dataclass(frozen=True, kw_only=True)
 class LatentStepRow(AttentionRow):
-    """The last tokens of sequences of s_kv tokens, over the pages of one packed cache, where each sees topk of them."""
+    """The last tokens of sequences of s_kv tokens, over the pages of one cache, where each sees topk of them."""
 
     op = "mla_decode"
 
     s_q: int = 1
     d: int = 576
     topk: int
-    layout: str = "v32_fp8"
+    layout: str = "v32_fp8"  # "": numbers of dtype
 
     @property
     def keys(self) -> str:
@@ -32,7 +32,7 @@ class LatentStepRow(AttentionRow):
 
     @property
     def kind(self) -> str:
-        return f" {self.layout}"
+        return f" {self.layout}" if self.layout else super().kind
 
     @property
     def visible(self) -> int:
@@ -41,18 +41,19 @@ class LatentStepRow(AttentionRow):
     @property
     def bytes(self) -> float:
         """An entry counts for every query that selects it."""
-        read = self.visible * (LAYOUTS[self.layout].entry + 4)
+        read = self.visible * ((LAYOUTS[self.layout].entry if self.layout else 2 * self.d) + 4)
         return float(read + self.b * self.s_q * self.h_q * (2 * self.d + 2 * self.d_v + 4))
 
     def operands(self, key: jax.Array) -> Operands:
         """Sequences that fill their pages, which are in random order, and positions that are random permutations."""
         keys, pages = iter(jax.random.split(key, 5)), self.s_kv // PAGE
         table = jax.random.permutation(next(keys), self.b * pages).astype(jnp.int32).reshape(self.b, pages)
-        some = lambda key: quantize_cache(jax.random.normal(key, (PAGE, self.d), self.dtype), self.layout)  # noqa: E731
-        held = jax.lax.map(some, jax.random.split(next(keys), self.b * pages), batch_size=256)
+        some = lambda key: jax.random.normal(key, (PAGE, self.d), self.dtype)  # noqa: E731
+        page = (lambda key: quantize_cache(some(key), self.layout)) if self.layout else some
+        held = jax.lax.map(page, jax.random.split(next(keys), self.b * pages), batch_size=256)
         return {
             "q": self.normal(keys, self.b, self.s_q, self.h_q, self.d),
-            "cache": Cache(held, table, self.layout),
+            "cache": Cache(held, table, self.layout) if self.layout else Cache(held, table),
             "lengths": jnp.full((self.b,), self.s_kv, jnp.int32),
             "indices": permutations(next(keys), self.b * self.s_q, self.s_kv, self.topk).reshape(self.b, self.s_q, -1),
         }
@@ -71,9 +72,11 @@ SUITE = Suite(
     (
         *(top_k(h, s_kv, 2048, d=576) for h in (128, 64, 16, 8) for s_kv in (8192, 65536)),
         *(top_k(h, 8192, 2048) for h in (64, 8)),
+        top_k(64, 8192, 2051),
         *(causal(576, 1, 4096, h, 1, peers=()) for h in (128, 16)),
         FmhaRow(d=576, b=16, s_q=1, s_kv=32768, h_q=128),
         *(_step(b, 128) for b in (2, 64, 128)),
         _step(64, 64),
+        *(LatentStepRow(b=64, s_kv=8192, h_q=8, d=512, topk=2051, layout=x) for x in ("", "v41_fp8")),
     ),
 )

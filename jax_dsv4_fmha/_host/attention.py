@@ -101,9 +101,9 @@ def attention(
     whole, splits = parts(op, mode, q, operands, order=order, packing=packing, most=most)
     shape = q.shape
     if whole and shape[1] != 1:  # all queries have keys of the same pools, so each may be a sequence
-        near, *near_list, pool, indices, length, sink = operands
-        q, *lists = (x.reshape(-1, 1, *x.shape[2:]) for x in (q, *near_list, indices, length))
-        operands = (near, *lists[:2], pool, *lists[2:], sink)
+        *sources, sink = operands
+        listed = (x.reshape(-1, 1, *x.shape[2:]) if i % 3 else x.reshape(x.shape[-2:]) for i, x in enumerate(sources))
+        q, operands = q.reshape(-1, 1, *shape[2:]), (*listed, sink)
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     of_parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
     d_v = mode.d_v or q.shape[-1]
@@ -179,7 +179,8 @@ def parts(
         return Parts(0, 1)
     keys, chip = sum(keys_of(op, operands)), processors(v.arch)
     if any(seen.ndim == 3 for _, seen in sources):  # a tile of rows has heads of one query
-        if op == "dsv4_decode" and (s_q == 1 or all(pool.ndim == 2 for pool, _ in sources)):
+        are_lists = all(seen.ndim == 3 for _, seen in sources)
+        if are_lists and (s_q == 1 or all(b == 1 or pool.ndim == 2 for pool, _ in sources)):
             whole = _whole(v, q, keys)
         groups, rows = b * s_q - whole, h_q
     else:

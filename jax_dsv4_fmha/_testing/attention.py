@@ -224,7 +224,7 @@ class LatentCase(AttentionCase):
 
     @property
     def has_kernel(self) -> bool:
-        return self.topk == 0 or self.d == 512
+        return self.topk == 0 or self.d in (512, 576)
 
     def _indices(self, rng: np.random.Generator, kv: Any) -> dict[str, Any]:
         s_kv = kv.shape[1]
@@ -257,10 +257,14 @@ def _with_absent(rng: np.random.Generator, indices: Any, s_kv: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCase(LatentCase):
-    """Each query sees the keys that its indices name."""
+    """Each query sees the keys that its indices name. Of keys of 576 numbers the first 512 are values."""
 
     op = "sparse_fmha"
     function = staticmethod(sparse_fmha)
+
+    @property
+    def d_v(self) -> int:
+        return 512 if self.d == 576 else self.d
 
     @property
     def keys(self) -> int:
@@ -269,7 +273,7 @@ class SparseCase(LatentCase):
     def _others(self, rng: np.random.Generator) -> Operands:
         kv = normal(rng, (self.b, self.s_kv, self.d), KV_STD, self.dtype)
         kwargs = self._indices(rng, kv)
-        return (kv, kwargs.pop("indices")), kwargs
+        return (kv, kwargs.pop("indices")), kwargs | ({} if self.d_v == self.d else {"d_v": self.d_v})
 
 
 @dataclass(frozen=True, kw_only=True)

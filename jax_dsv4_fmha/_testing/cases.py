@@ -111,6 +111,22 @@ def _attention() -> tuple[AttentionCase, ...]:
         sparse(16, s_q=20, topk=400, sink="+inf"),
         sparse(16, s_q=20, topk=48, sink="-inf", features=("large", "absent")),
         sparse(64, s_q=256, s_kv=4096, topk=1152, sink="normal"),
+        # the same of latents with numbers for RoPE after values: the kinds that FlashMLA's suites hold
+        *(
+            case
+            for h in (128, 64, 16)
+            for case in (
+                sparse(h, s_q=213, s_kv=592, d=576, topk=128),
+                sparse(h, s_q=62, s_kv=1521, d=576, topk=512, sink="mixed", features=("absent", "lengths", "nan")),
+                sparse(h, s_q=62, s_kv=95, d=576, topk=128, sink="mixed", features=("absent",)),  # more than there are
+                sparse(h, s_q=1, s_kv=256, d=576, topk=256, sink="normal", features=("absent",)),  # none is there
+                sparse(h, s_q=1024, s_kv=32, d=576, topk=2048, sink="mixed", features=("absent", "lengths")),
+                sparse(h, s_q=1, s_kv=64, d=576, topk=8192, features=("lengths",)),
+            )
+        ),
+        # of 136 tiles of rows the last four queries' are split, on 132 SMs
+        *(sparse(64, s_q=136, s_kv=3000, d=d, topk=2048, sink="mixed", features=("absent", "nan")) for d in (512, 576)),
+        sparse(64, b=136, s_q=1, s_kv=500, d=576, topk=2048, sink="mixed", features=("lengths", "nan")),
         # whole layers; a prefill sees some positions both in the window and compressed
         dsv4(8, b=2, s_q=150, s_kv=150, sink="normal"),
         dsv4(64, s_q=24, s_kv=24, sink="mixed", window=8),
@@ -211,6 +227,11 @@ def _attention() -> tuple[AttentionCase, ...]:
         ),
         mla(16, b=3, s_q=2, s_kv=200, sink="normal", features=("lengths", "nan", "v32_fp8")),
         mla(64, b=3, s_q=2, s_kv=400, topk=90, features=("ragged", "nan", "v32_fp8")),
+        mla(64, b=321, s_q=3, s_kv=512, page=2, topk=64, sink="mixed", features=("lengths", "nan", "v32_fp8")),
+        mla(128, b=2, s_q=2, s_kv=2046, page=576, topk=2048, sink="mixed", features=("absent", "nan", "v32_fp8")),
+        mla(128, b=74, s_q=3, s_kv=650, page=53, topk=576, features=("absent", "lengths", "nan", "v32_fp8")),
+        mla(64, b=4, s_kv=512, page=61, topk=64, features=("absent", "nan", "v32_fp8")),  # none is there
+        mla(64, b=2, s_q=2, s_kv=32768, page=64, topk=16384, sink="normal", features=("v32_fp8",)),
         # of keys and values of several heads, as gpt-oss, Llama and Qwen have them
         gqa(1, s_kv=1),
         gqa(64, b=3, h_kv=8, s_kv=700, sink="normal", features=("lengths",)),

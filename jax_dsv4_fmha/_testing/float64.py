@@ -37,9 +37,10 @@ def sparse_fmha(
     indices: Array,
     sink: Array | None = None,
     scale: float | None = None,
+    d_v: int | None = None,
 ) -> tuple[Array, Array]:
     kv = kv[:, :, None]
-    return _rows(q, lambda n, i, h: _take(kv, kv, n, _named(kv, indices, n, i), 0), sink, scale)
+    return _rows(q, lambda n, i, h: _take(kv, kv[..., :d_v], n, _named(kv, indices, n, i), 0), sink, scale, d_v)
 
 
 def dsv4_attention(

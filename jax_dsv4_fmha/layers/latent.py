@@ -455,9 +455,7 @@ class LatentAttention:
         if self.q_rank:
             c = rms_norm(x @ weights["wq_a"], params["q_norm"], self.eps)
         q = jnp.einsum("bsr,rhd->bshd", c, weights["wq_b" if self.q_rank else "wq"])
-        q_latent = jnp.einsum("bshn,lhn->bshl", q[..., : self.nope], weights["w_uk"])
-        q = jnp.concatenate([q_latent, q[..., self.nope :]], -1)
-        q = q if self.rope is None else rope(q, positions, self.rope)
+        q = self._absorbed(q, weights["w_uk"], positions, new is not None and new.is_step)
         chosen, cache = self._chosen(params, x, c, positions, seen, new, cache, given)
         options = {"d_v": self.latent, "sink": params.get("sink"), "scale": self._scale, **options}
         indices = chosen if chosen is not None or not self.sparse else (shared or Shared()).indices
@@ -476,6 +474,20 @@ class LatentAttention:
             o = o * jax.nn.sigmoid(jnp.einsum("bsm,mhv->bshv", x, weights["gate"]))
         y = jnp.einsum("bshv,hvm->bsm", o, weights["wo"])
         return Output(y, cache, Shared(indices=chosen), None)
+
+    def _absorbed(self, q: jax.Array, w_uk: jax.Array, positions: jax.Array, is_step: bool) -> jax.Array:
+        """`[b, s, heads, latent + turned]`: w_uk q_nope, then RoPE's numbers. In a prompt one product writes both, by
+        w_uk beside ones: a concatenation would copy all of q. A step's q is smaller than w_uk.
+        """
+        if self.rope is None:
+            return jnp.einsum("bshn,lhn->bshl", q, w_uk)
+        q = rope(q, positions, self.rope)
+        if is_step:
+            q_latent = jnp.einsum("bshn,lhn->bshl", q[..., : self.nope], w_uk)
+            return jnp.concatenate([q_latent, q[..., self.nope :]], -1)
+        n, ones = self.turned, jnp.eye(self.turned, dtype=w_uk.dtype)[:, None]
+        w = jnp.pad(w_uk, ((0, n), (0, 0), (0, n))) + jnp.pad(ones, ((self.latent, 0), (0, 0), (self.nope, 0)))
+        return jnp.einsum("bshn,lhn->bshl", q, w)
 
     def _latents(self, params: Any, weights: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
         """`[b, s, latent + turned]`"""
@@ -538,6 +550,7 @@ class LatentAttention:
         n, most = keys.capacity if isinstance(keys, Cache) else keys.shape[1], indexer.topk
         if pool:
             most, seen = most // pool, Span.compressed(x.shape[1], pool, 0 if new is None else new.first)
+        q, weights = _filled(q, weights)
         found = lightning_indexer(q, keys, weights, max(min(most, n), 1), span=seen)
         assert isinstance(found, jax.Array)  # because no scores are asked for
         return _pooled_keys.tokens(indexer, found, positions) if pool else found, cache
@@ -557,6 +570,15 @@ class _New(NamedTuple):
     """whether they are few"""
     is_ragged: bool
     """whether sequences may have different numbers of them; if not, all have as many as there are"""
+
+
+def _filled(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index queries of 128 numbers and their weights with heads of zeros, which change no score: kernels have multiples
+    of 32 heads, and Hy4's indexer has 16.
+    """
+    more = -q.shape[2] % 32 if q.shape[3] == LAYOUTS[_KEYS_IN_FP8].d else 0
+    of_heads = ((0, 0), (0, 0), (0, more))
+    return jnp.pad(q, (*of_heads, (0, 0))), jnp.pad(weights, of_heads)
 
 
 def _sparse(
