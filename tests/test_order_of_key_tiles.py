@@ -4,15 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("cutlass")
 
-from kernels.sm90.mha.bwd import key_tiles
+@pytest.fixture
+def key_tiles():
+    pytest.importorskip("cutlass")
+    from kernels.sm90.mha.bwd import key_tiles
 
-AT_ONCE = key_tiles.AT_ONCE
+    return key_tiles
 
 
 @pytest.fixture
-def order(monkeypatch):
+def order(key_tiles, monkeypatch):
     """A function of how many pairs and tiles there are, and how many CTAs a cluster has: the tiles of a launch."""
     monkeypatch.setattr(key_tiles, "divide", divmod)
     monkeypatch.setattr(key_tiles, "Int32", int)
@@ -35,15 +37,15 @@ def test_every_tile_is_there_once(order, pairs, tiles, ctas):
 
 
 @pytest.mark.parametrize(("pairs", "tiles"), [(8, 64), (4, 128), (1, 64), (1, 1)])
-def test_ctas_read_rows_together(order, pairs, tiles):
+def test_ctas_read_rows_together(order, key_tiles, pairs, tiles):
     """Under a causal mask, where a tile of rows belongs to each tile of keys, and takes a step."""
     waiting, running, steps, reads = order(pairs, tiles), [], 0, 0
     while waiting or running:
-        while waiting and len(running) < AT_ONCE:
+        while waiting and len(running) < key_tiles.AT_ONCE:
             x = waiting.pop(0)
             running.append((x, list(range(x.key0 // 64, tiles))[:: -1 if x.backwards else 1]))
         reads += len({(x.batch, x.kv_head, rows[0]) for x, rows in running})
         steps += 1
         running = [(x, rows[1:]) for x, rows in running if len(rows) > 1]
     assert reads <= 2.1 * pairs * tiles
-    assert steps <= 1.02 * max(pairs * tiles * (tiles + 1) / 2 / AT_ONCE, tiles) + 1
+    assert steps <= 1.02 * max(pairs * tiles * (tiles + 1) / 2 / key_tiles.AT_ONCE, tiles) + 1
