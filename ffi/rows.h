@@ -195,7 +195,9 @@ inline TensorArgument Pages(RowShape shape, const SourceShape& source, int64_t b
 }
 
 // The keys of such a box: as many as divide a page and a tile, up to one of swizzled rows.
-inline int64_t BoxOfPage(int64_t page, int64_t tile_n) { return std::min({page & -page, tile_n & -tile_n, int64_t{64}}); }
+inline int64_t BoxOfPage(int64_t page, int64_t tile_n) {
+  return std::min({page & -page, tile_n & -tile_n, int64_t{64}});
+}
 
 // The same array as tiles of tile_n keys, which overlap: [d, tile_n, s_kv + 1, h_kv, b]. Row i of tile t is key
 // t + i - tile_n, so keys `key` to `key + n` are a box of tile key + n from row tile_n - n on, and then there are zeros.
