@@ -33,9 +33,8 @@ def _peers_measured() -> str:
     sources = (
         f"commit {flashmla['commit'][:7]}" if flashmla["commit"] else f"extension {flashmla['sha256'][:8]} (SHA-256)"
     )
-    return f"""The prompts are of a run of `bench --flashmla` on {PEERS["date"][:10]}, and the steps of one on 2026-11-30, when the kernel of slots had
-    changed: FlashMLA's {sources} through torch {flashmla["torch"]}, in turns with ours, {PEERS["rounds"]} rounds or more. The record names the
-    extension of the second, which was built without the kernels for Blackwell."""
+    return f"""The record was begun by a run of `bench --flashmla` on {PEERS["date"][:10]}, of {PEERS["rounds"]} rounds or more: FlashMLA's
+    {sources} through torch {flashmla["torch"]}."""
 
 
 def steps_beside_flashmla() -> dict[tuple[str | None, int, int], float]:
