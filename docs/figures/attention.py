@@ -76,8 +76,8 @@ def _latent_bounds() -> str:
     split = lambda h: " / ".join(map(str, hot["whole / split"][f"{h} heads"]))  # noqa: E731
     clocks = " and ".join(f"{us * mhz / 1e6:.1f}" for us, mhz in zip(hot["us"], hot["MHz"], strict=True))
     return bullets(f"""- **128 heads**: power. After half a second the card draws {hot["watts"][0]} of its {PROFILES["clock, GHz"]["watts"]} W, and its clock is {hot["MHz"][0]} MHz with 8192 keys
-  and {hot["MHz"][1]} with 65536. Both take about as many clocks, {clocks} million. With left's P in the odd tile's numbers for RoPE they take 1 to
-  2 % less, but then lists add a score's columns in another order than spans ([trials](lab/forward.md)).
+  and {hot["MHz"][1]} with 65536. Both take about as many clocks, {clocks} million. A trial, where the left warpgroup's P takes the
+  odd tile's numbers for RoPE, was 1 to 2 % faster, but lists would add a score's columns in another order than spans ([trials](lab/forward.md)).
 - **The last queries are split** ([how](kernels/decode.md#the-idea)): in turns with the same kernels without it,
   {split(128)} times as fast with 128 heads and {split(64)} with 64.
 - **8 and 16 heads**: keys of all queries are {bytes_of_all / 1e9:.1f} GB, and gathering them alone takes {both(gathered)} µs of
