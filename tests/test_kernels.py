@@ -9,12 +9,10 @@ import tempfile
 import pytest
 
 from interpreter.kernels.native import cubin, variant_of
-from jax_dsv4_fmha._dispatch import sources
 from jax_dsv4_fmha._host import library
 from kernels import sass
 from kernels.compare import nvdisasm
 from kernels.cubin import read_code
-from kernels.params import WINDOWS
 from kernels.variants import MHA
 
 OPCODE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", re.MULTILINE)
@@ -60,15 +58,3 @@ def test_sass(key):
         softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_after, whose wait must not come before this one
         waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
         assert softmax[waits[-1] :].count("MUFU.EX2") >= facts["tile_n"] // 2  # a thread's scores of a tile
-
-
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_boxes_of_windows_are_those_that_dispatch_counts_on(d, kind):
-    """`in_reach` decides by them which windows the kernel finds; they follow from the kernel's tiles of keys."""
-    pytest.importorskip("cutlass")
-    from kernels.sm90.mha.fwd import config, paged_window
-
-    tile_n = paged_window.WindowConfig(d, "bfloat16", (kind,)).tile_n
-    assert (sources.BOX, sources.LARGEST_BOX) == (config.BOX, config.LARGEST_BOX)
-    assert sources.BOX_OF_WINDOW.get(d, sources.LARGEST_BOX) == min(tile_n & -tile_n, config.LARGEST_BOX)

@@ -31,19 +31,20 @@ def seen_slots(
     with_kernel: bool = True,
 ) -> "list[SelectionSource | PackedStepSource]":
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
-    position, of_queries = _positions(lengths, s_q, q_offset)
+    position = _positions(lengths, s_q, q_offset)
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     pools = [cache.pages for cache in caches] + [Pages()] * (2 - len(caches))
     tables = [_none(lengths, 0) if cache.block_table is None else cache.block_table for cache in caches]
     operands = (
         lengths,
-        of_queries,
+        position[..., None],
         *[*tables, _none(lengths, 0)][:2],
         _none(lengths, s_q, 0) if indices is None else indices,
         _none(lengths, s_q, 0),  # all indices count
     )
     far = 0 if compressed_cache is None else compressed_cache.capacity if indices is None else indices.shape[2]
     sizes = {"window": window, "far": far, "ratio": ratio or 0 if compressed_cache is not None else 0}
+    sizes |= {"last": s_q if q_offset is None else 0}
     sizes |= {f"window_{name}": n for name, n in pools[0]._asdict().items()} | pools[1]._asdict()
     if is_causal and with_kernel and any(cache.is_packed and cache.block_table is None for cache in caches):
         keys, layouts = tuple(cache.pool() for cache in caches), tuple(cache.layout for cache in caches)
@@ -64,7 +65,7 @@ def chosen_slots(cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset:
     s_q = indices.shape[1]
     operands = (
         lengths,
-        _positions(lengths, s_q, q_offset)[1],
+        _positions(lengths, s_q, q_offset)[..., None],
         _none(lengths, 0),  # no window
         _none(lengths, 0) if cache.block_table is None else cache.block_table,
         indices,
@@ -74,16 +75,16 @@ def chosen_slots(cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset:
         "window": 0,
         "far": indices.shape[2],
         "ratio": 1,
+        "last": s_q if q_offset is None else 0,
         **{f"window_{n}": x for n, x in Pages()._asdict().items()},
     }
     return _run(operands, sizes | cache.pages._asdict(), with_kernel=True)[1]
 
 
-def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> Arrays:
-    """The positions of a step's queries, int32 `[b, s_q]`; and the operand that says them."""
+def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> jax.Array:
+    """The positions of a step's queries, int32 `[b, s_q]`."""
     first = jnp.maximum(lengths, 0) - s_q if q_offset is None else q_offset  # otherwise it might wrap around
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first[:, None]
-    return position, _none(lengths, s_q, 0) if q_offset is None else position[..., None]
+    return jnp.arange(s_q, dtype=jnp.int32)[None] + first[:, None]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "operands"), meta_fields=("sizes", "layouts"))
@@ -125,7 +126,7 @@ class PackedStepSource:
         sizes = dict(self.sizes)
         for prefix in ("window_", ""):
             sizes[f"{prefix}stride"] = sizes[f"{prefix}room"]
-        find = raw.seen_slots if self.launched else _slots
+        find = _by_kernel if self.launched else _slots
         found = find(*self.operands, **sizes)
         sources = [dataclasses.replace(x, is_counted=True) for x in self._sources(found)]
         if len(sources) == 1:
@@ -185,6 +186,7 @@ def _slots(
     window: int,
     far: Any,
     ratio: int,
+    last: Any,  # for the kernel
     window_room: Any,
     window_page: Any,
     window_pages: Any,
@@ -195,11 +197,7 @@ def _slots(
     stride: Any,
 ) -> Arrays:
     lengths = jnp.maximum(lengths, 0)
-    if position.shape[2]:
-        position = position[..., 0]
-    else:
-        s_q = position.shape[1]
-        position = lengths[:, None] - s_q + jnp.arange(s_q, dtype=jnp.int32)[None]
+    position = position[..., 0]
     there = (position >= 0) & (position < lengths[:, None])
     begin, end = jnp.maximum(position + 1 - window, 0), jnp.maximum(position + 1, 0)
     positions = begin[..., None] + jnp.arange(window, dtype=jnp.int32)[None, None]  # ascending, as a span has them
@@ -221,6 +219,14 @@ def _slots(
     return *of_window, slots, jnp.where(there, seen, 0)
 
 
+def _by_kernel(lengths: jax.Array, position: jax.Array, *operands: jax.Array, last: int, **sizes: Any) -> Arrays:
+    """The kernel knows the positions of a sequence's `last` tokens by itself, so XLA need not make them. A device that
+    has some of these queries alone is told.
+    """
+    position = position[..., :0] if position.shape[1] == last else position
+    return raw.seen_slots(lengths, position, *operands, **sizes)
+
+
 _OP = Op(
     "seen_slots",
     (
@@ -233,7 +239,7 @@ _OP = Op(
         *(Axes("compressed slots", "b s_q far"), Axes("compressed length", "b s_q")),
     ),
     _slots,
-    raw.seen_slots,
+    _by_kernel,
 )
 
 

@@ -111,7 +111,7 @@ class WindowSteps:
         self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, values: tuple, operands: PagedOperands, n: Extents
     ):
         """It loads the first keys as soon as it knows where they are. Then it asks where the next ones are, for
-        answers are late behind keys that are on their way.
+        an answer is late while keys are on their way.
         """
         c, (tma_q, mQ) = self.config, rows
         scheduler, fills0 = self.scheduler(operands, n), Int32(0)
