@@ -12,6 +12,9 @@ WAIT = re.compile(
     r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait[^;]*\[(%r\d+)(?:\+(\d+))?\].*?DONE:\s*\}", re.S
 )
 
+LOST_BITS = r"mov\.b32 both, [^;]*;", lambda m: f"{m[0]} and.b32 both, both, {0xFF80FF80 - 2**32};"
+"""a place where numbers are multiplied by a bfloat16, and what makes a power of two of it"""
+
 
 def replace(text: str, pattern: str, to: str | Callable[[re.Match[str]], str], which: slice = slice(None)) -> str:
     """Replaces some of the matches."""

@@ -65,12 +65,12 @@ def in_fp8(given):
 
 
 def of_fp8(w, axes, several):
-    """w with scales by which the greatest number of a block is between 224 and 448."""
+    """w with scales by which the greatest number of a block is 448."""
     n = math.prod(w.shape[axes:])
     x = np.swapaxes(np.asarray(w, np.float32).reshape(*w.shape[:several], -1, n), -1, -2)
     filled = np.pad(x, [(0, 0)] * several + [(0, -m % BLOCK) for m in x.shape[-2:]])
     blocks = filled.reshape(*x.shape[:-2], filled.shape[-2] // BLOCK, BLOCK, filled.shape[-1] // BLOCK, BLOCK)
-    scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max((-3, -1)) / 448))).astype(np.float32)
+    scales = np.abs(blocks).max((-3, -1)) / np.float32(448)
     whole = np.repeat(np.repeat(scales, BLOCK, -2), BLOCK, -1)[..., : x.shape[-2], : x.shape[-1]]
     return pack_matrix((x / whole).astype(jnp.float8_e4m3fn), scales, w.shape)
 

@@ -149,14 +149,15 @@ def test_parts_are_added_in_turn(numbers, total):
 
 
 @needs_kernels
-def test_every_code_of_a_packed_matrix_is_read_exactly():
+@pytest.mark.parametrize("mantissas", [1, 2], ids=["scales that are powers of two", "any scales"])
+def test_every_code_of_a_packed_matrix_is_read_exactly(mantissas):
     """Each row of x chooses a row of w, of all codes but NaN, subnormal numbers among them, in blocks of many scales:
     y has its bits.
     """
     rng, rows, k, n = np.random.default_rng(0), 60, 600, 200
     x = Problem.of(of(PRODUCT, 3, weights="e4m3"), rows, k, n)
     codes = rng.permutation(np.resize(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), k * n)).reshape(1, n, k)
-    scales = 2.0 ** rng.permutation(np.arange(-113, 8, 13)[:10]).reshape(1, 2, 5)
+    scales = 2.0 ** rng.permutation(np.arange(-113, 8, 13)[:10]).reshape(1, 2, 5) * rng.uniform(1, mantissas, (1, 2, 5))
     x = x.of_codes(codes.view(E4M3), scales.astype(np.float32))
     chosen = rng.permutation(k)[:rows]
     x.x[:] = 0
@@ -169,8 +170,9 @@ def test_every_code_of_a_packed_matrix_is_read_exactly():
 @needs_kernels
 @pytest.mark.parametrize("axis", [1, 2])
 def test_a_scale_of_the_next_block_is_found(axis):
-    """As the kernel would read it: of the next 128 columns, or of the next 128 of k."""
+    """As the kernel would read it: of the next 128 columns, or of the next 128 of k. All have one exponent."""
     x = packed(PRODUCT, 3)
+    x = x.of_codes(x.codes, np.frexp(x.scales)[0])
     others = x.of_codes(x.codes, np.roll(x.scales, 1, axis))
     with pytest.raises(Wrong, match="numbers are wrong"):
         judge(x, results(others))
@@ -301,6 +303,9 @@ FAULTS = [
         "two codes exchanged",
         *(PACKED, Wrong, "numbers are wrong"),
         changed(r"(ld\.shared\.v4\.b32 \{)(%r\d+), (%r\d+)", lambda m: f"{m[1]}{m[3]}, {m[2]}", slice(1, 2)),
+    ),
+    PlantedFault(
+        *("bits of a scale below its exponent are lost", PACKED, Wrong, "numbers are wrong"), changed(*edits.LOST_BITS)
     ),
     PlantedFault("a sign is lost", PACKED, Wrong, "numbers are wrong", changed(" -2131722000;", " 15728880;")),
     PlantedFault("a bit of the code beside", PACKED, Wrong, "numbers are wrong", changed(" 117442304;", " 251662080;")),

@@ -90,10 +90,12 @@ def test_what_is_not_a_number_stays_in_its_row(few, weights):
 @needs_kernels
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("weights", ["mxfp4", "e4m3"])
+@pytest.mark.parametrize("weights", ["mxfp4", "e4m3", "e4m3, scales in float32"])
 def test_packed_or_not_sums_have_the_same_bits(gated, few, weights):
-    """All numbers of MXFP4 and FP8 are in bfloat16, too."""
+    """All numbers of MXFP4 and FP8 are in bfloat16, too, and those of scales in float32 are rounded to it."""
+    weights, *others = weights.split(", ")
     x = typical(of(gated, few, weights))
+    x = x.with_float32_scales() if others else x
     one, other = (product(of(gated, few, name), x) for name in (weights, "bfloat16"))
     assert one.tobytes() == other.tobytes()
 
@@ -218,6 +220,12 @@ FAULTS = [
         )
         for key in (FEW_FP8, MANY_FP8)
     ),
+    *(
+        fault(
+            f"bits of a scale below its exponent are lost, {key}", key, Wrong, "channels of row", to(*edits.LOST_BITS)
+        )
+        for key in (FEW_FP8, MANY_FP8)
+    ),
     fault("scales of gates and of the rest exchanged", FEW_FP8, Wrong, "channels of row", exchanged),
     fault(
         *("bits of the code beside", FEW_FP8, Wrong, "channels of row"),
@@ -259,8 +267,8 @@ FAULTS = [
 CASES = {
     FEW: lambda: of_large_scales(Problem.of([1, 4, 2, 0], k=1024)),
     MANY: lambda: Problem.of([3, 0, 33], k=512),
-    FEW_FP8: lambda: problem("e4m3", [1, 4, 2, 0], k=1024),
-    MANY_FP8: lambda: with_a_factor(problem("e4m3", [3, 33, 0], k=512)),
+    FEW_FP8: lambda: problem("e4m3", [1, 4, 2, 0], k=1024).with_float32_scales(),
+    MANY_FP8: lambda: with_a_factor(problem("e4m3", [3, 33, 0], k=512)).with_float32_scales(),
     FEW_OF_ROWS: lambda: Problem.of([1, 4, 2, 0], k=1024),
     MANY_OF_ROWS: lambda: Problem.of([3, 33, 0], k=512),
 }

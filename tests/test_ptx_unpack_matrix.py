@@ -1,4 +1,4 @@
-"""Matrices in FP8 written as arrays, interpreted: every number's bits, odd sizes, and planted faults."""
+"""Matrices in FP8 written as arrays, interpreted: every number's bits, odd sizes, any scales, and planted faults."""
 
 import ml_dtypes
 import numpy as np
@@ -127,6 +127,7 @@ FAULTS = [
         "the other row of two", r"and\.b32(\s+%r\d+), (%r\d+), -2014279696;", lambda m: f"shr.u32{m[1]}, {m[2]}, 1;"
     ),
     in_kernel("a code for a scale", r"\+4096\]", "+4092]"),
+    in_kernel("bits of a scale below its exponent are lost", *edits.LOST_BITS),
 ]
 
 

@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import explain
+from jax_dsv4_fmha import explain, pack_matrix
 from jax_dsv4_fmha._dispatch import unpack_matrix
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import _few_rows
 
 from .helpers import collectives
-from .test_packed_matrix import numbers, operands, pack
+from .test_packed_matrix import operands, pack, rounded, with_mantissas
 
 SHAPES = {  # rows, columns, several, and the shape that it stands for
     "a matrix": (256, 384, (), None),
@@ -176,10 +176,9 @@ ON_GPU = {
 def test_bits_on_a_gpu(kind):
     *sizes, shape = (SHAPES | ON_GPU)[kind]
     codes, exponents = operands(*sizes, least=-60)
-    w = pack(codes, exponents, shape)
-    found = jax.jit(unpack_matrix.rows_first, static_argnums=1)(w, jnp.bfloat16)
-    want = np.swapaxes(numbers(codes, exponents), -1, -2).astype(jnp.bfloat16)
-    assert np.asarray(found).tobytes() == want.tobytes()
+    scales = with_mantissas(exponents - 1)
+    found = jax.jit(unpack_matrix.rows_first, static_argnums=1)(pack_matrix(codes, scales, shape), jnp.bfloat16)
+    assert np.asarray(found).tobytes() == np.ascontiguousarray(np.swapaxes(rounded(codes, scales), -1, -2)).tobytes()
 
 
 def same_sum(x, w, sums, dtype):

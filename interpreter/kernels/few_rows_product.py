@@ -37,7 +37,7 @@ class Problem:
     low_columns: int = 0  # the first columns of y, which are a low-rank query
     left: bool = False  # whether x is left to be normed
     codes: Array | None = None  # float8_e4m3fn [groups, n, k], of which w is made, with `scales`, where it is packed
-    scales: Array | None = None  # float32 [groups, n / BLOCK, k / BLOCK], powers of two
+    scales: Array | None = None  # float32 [groups, n / BLOCK, k / BLOCK]
 
     @staticmethod
     def of(variant: FewRowsProduct, rows: int, k: int, n: int, groups: int = 1, **how: Any) -> Problem:
@@ -47,12 +47,13 @@ class Problem:
         if not variant.weights:
             return made
         codes = rng.standard_normal((groups, n, k)).astype(ml_dtypes.float8_e4m3fn)
-        scales = 2.0 ** rng.integers(-2, 2, (groups, -(-n // BLOCK), -(-k // BLOCK)))
+        scales = 2.0 ** rng.uniform(-2, 2, (groups, -(-n // BLOCK), -(-k // BLOCK)))
         return made.of_codes(codes, scales.astype(np.float32))
 
     def of_codes(self, codes: Array, scales: Array) -> Problem:
-        """The same with this matrix."""
-        whole = np.repeat(np.repeat(scales, BLOCK, 1), BLOCK, 2)[:, : codes.shape[1], : codes.shape[2]]
+        """The same with this matrix, whose scales are rounded, and then its numbers."""
+        kept = scales.astype(self.variant.dtype).astype(np.float32)
+        whole = np.repeat(np.repeat(kept, BLOCK, 1), BLOCK, 2)[:, : codes.shape[1], : codes.shape[2]]
         w = (codes.astype(np.float32) * whole).swapaxes(1, 2).astype(self.variant.dtype)
         return replace(self, w=w, codes=codes, scales=scales)
 

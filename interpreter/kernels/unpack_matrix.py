@@ -25,7 +25,7 @@ POISON = 0x5A
 @dataclass(frozen=True)
 class Problem:
     codes: Array  # float8_e4m3fn [m, rows, columns]
-    exponents: Array  # int32 [m, rows / 128, columns / 128], of the scales
+    scales: Array  # float32 [m, rows / 128, columns / 128]
 
     @staticmethod
     def of(m: int, rows: int, columns: int) -> Problem:
@@ -35,19 +35,21 @@ class Problem:
             rng.integers(0, 0x7F, (m, rows, columns), np.uint8) | rng.integers(0, 2, (m, rows, columns), np.uint8) << 7
         )
         blocks = (m, -(-rows // BLOCK), -(-columns // BLOCK))
-        exponents = np.resize(rng.permutation(np.arange(-60, 8)), blocks).astype(np.int32)
-        return Problem(codes.view(ml_dtypes.float8_e4m3fn), exponents)
+        exponents = np.resize(rng.permutation(np.arange(-60, 7)), blocks)
+        scales = np.ldexp(rng.uniform(1, 2, blocks), exponents).astype(np.float32)
+        return Problem(codes.view(ml_dtypes.float8_e4m3fn), scales)
 
     @property
     def packed(self) -> PackedMatrix:
-        return pack_matrix(jnp.asarray(self.codes), jnp.asarray((self.exponents + 127).astype(np.uint8)))
+        return pack_matrix(jnp.asarray(self.codes), jnp.asarray(self.scales))
 
     @property
     def wanted(self) -> Array:
-        """bfloat16 [m, rows, columns], which has all these numbers exactly"""
+        """bfloat16 [m, rows, columns]: scales are rounded to it, and then products with them"""
         _, rows, columns = self.codes.shape
-        scales = np.ldexp(1.0, self.exponents).repeat(BLOCK, 1).repeat(BLOCK, 2)[:, :rows, :columns]
-        return (self.codes.astype(np.float64) * scales).astype(ml_dtypes.bfloat16)
+        kept = self.scales.astype(ml_dtypes.bfloat16).astype(np.float32)
+        whole = kept.repeat(BLOCK, 1).repeat(BLOCK, 2)[:, :rows, :columns]
+        return (self.codes.astype(np.float32) * whole).astype(ml_dtypes.bfloat16)
 
 
 def run(

@@ -114,7 +114,8 @@ def _value_of(codes: Array) -> Array:
 def pack_experts(codes: Array, scales: Array) -> PackedExperts:
     """Lays matrices of experts in MXFP4 or FP8 out for `fused_moe`: once, when a checkpoint is loaded.
 
-    A number below 2^-133 of its expert's greatest scale counts as 0; all others are kept exactly. A code of FP8 that is
+    A number below 2^-133 of its expert's greatest scale counts as 0; all others are kept exactly, but for scales of FP8
+    that are no powers of two: these are rounded to bfloat16, and so is a code times its scale. A code of FP8 that is
     not a number makes the 64 x 64 numbers around it NaN; of a gated matrix, 32 x 64 gates or what they let through.
 
     Args:
@@ -122,10 +123,11 @@ def pack_experts(codes: Array, scales: Array) -> PackedExperts:
         for gated products, gates first. In FP8 float8_e4m3fn `[…, columns]`. e is at most 1024, rows and columns are
         multiples of 256.
       scales: powers of two, float8_e8m0fnu or uint8 with its bits: for 32 numbers of a row, `[…, columns / 32]`; in FP8
-        for each block of 128 x 128, `[…, rows / 128, columns / 128]`, float32 too, but not inside of `jax.jit`.
+        for each block of 128 x 128, `[…, rows / 128, columns / 128]`, also any numbers above 0 in float32 or bfloat16,
+        of which those below 2^-126 count as 0.
 
     Raises:
-      ValueError, TypeError: operands that differ from the above, among them scales that are no powers of two.
+      ValueError, TypeError: operands that differ from the above.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -149,16 +151,17 @@ def pack_experts(codes: Array, scales: Array) -> PackedExperts:
     for name, n in (("rows", rows), ("columns", columns)):
         if n % UNIT or n == 0:
             raise _check.error(ValueError, op, "codes", codes, f"{name} in multiples of {UNIT}")
-    powers = (jnp.dtype("float8_e8m0fnu"), jnp.dtype("uint8"))
     if in_fp8:
         dims |= {"row_blocks": rows // BLOCK, "column_blocks": columns // BLOCK}
         axes = axes.replace("rows", "row_blocks column_blocks")
-        scales = _check.operand(op, "scales", scales, axes, dims, (*powers, jnp.dtype("float32")))
-        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        scales = _check.operand(op, "scales", scales, axes, dims, slabs.SCALES)
+        if scales.dtype not in slabs.POWERS:
+            slabs.check_scales(op, scales, float(jnp.finfo(jnp.float32).max))
+        codes, scales = jax.lax.bitcast_convert_type(codes, jnp.uint8), slabs.kept(scales)
     else:
         dims["groups"] = columns // GROUP
-        scales = _check.operand(op, "scales", scales, axes + "groups", dims, powers)
-    data, factor = _packed(codes, slabs.exponents(op, scales), gated=gated, in_fp8=in_fp8)
+        scales = slabs.codes_of(_check.operand(op, "scales", scales, axes + "groups", dims, slabs.POWERS))
+    data, factor = _packed(codes, scales, gated=gated, in_fp8=in_fp8)
     return PackedExperts(data, factor, gated)
 
 
@@ -176,9 +179,9 @@ def _packed(codes: Array, scales: Array, gated: bool, in_fp8: bool) -> tuple[Arr
 
 def _packed_fp8(codes: Array, scales: Array, gated: bool) -> tuple[Array, Array]:
     """Codes `[rows, columns]` and scales `[rows / 128, columns / 128]` of an expert, gates before the rest."""
-    exponents = scales.astype(jnp.int32)
-    above = jnp.maximum(jnp.where(scales == 255, 0, exponents).max() - slabs.GREATEST_SCALE, 0)
-    kept = jnp.where(scales == 255, 255, exponents - above)
+    exponents = scales >> 7
+    above = jnp.maximum(jnp.where(exponents < 255, exponents, 0).max() - slabs.GREATEST_SCALE, 0)
+    kept = jnp.where(exponents < 255, scales - (above << 7), scales)
     return slabs.packed(codes[None], kept[None], gated)[0], jnp.ldexp(jnp.float32(1), above)
 
 

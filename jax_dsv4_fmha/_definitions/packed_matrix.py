@@ -122,18 +122,19 @@ def unpacked(data: Array, rows: int, columns: int, dtype: Any) -> Array:
 def pack_matrix(codes: Array, scales: Array, shape: tuple[int, ...] | None = None) -> PackedMatrix:
     """Lays a matrix in FP8 out for a step's products: once, when a checkpoint is loaded.
 
-    All numbers are kept exactly. A code that is not a number makes the 64 x 64 numbers around it NaN.
+    Codes times powers of two are kept exactly. Other scales are rounded to bfloat16, and so is a code times its scale.
+    A code that is not a number makes the 64 x 64 numbers around it NaN.
 
     Args:
       codes: float8_e4m3fn `[…, rows, columns]`.
-      scales: powers of two up to 128, one for each block of 128 x 128, `[…, rows / 128, columns / 128]`, rounded up:
-        float8_e8m0fnu, uint8 with its bits, or float32, which has values, so not inside of `jax.jit`. Without values a
-        scale above 128 makes its block NaN.
+      scales: numbers above 0 and up to 128, one for each block of 128 x 128, `[…, rows / 128, columns / 128]`, rounded
+        up: float32, bfloat16, float8_e8m0fnu or uint8 with its bits. Floats below 2^-126 count as 0. Inside of
+        `jax.jit`, where scales have no values, one of 256 or more, or below 0, makes its block NaN.
       shape: of the array that it stands for in a layer: the columns, in some axes, then the rows; and before both the
         axis of several matrices, if any. By default `[…, columns, rows]`.
 
     Raises:
-      ValueError, TypeError: operands that differ from the above, among them scales that are no powers of two.
+      ValueError, TypeError: operands that differ from the above.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -146,24 +147,12 @@ def pack_matrix(codes: Array, scales: Array, shape: tuple[int, ...] | None = Non
     codes = _check.operand(_OP, "codes", codes, f"{several}rows columns", dims, (jnp.dtype("float8_e4m3fn"),))
     *_, rows, columns = codes.shape
     dims |= {"row_blocks": -(-rows // BLOCK), "column_blocks": -(-columns // BLOCK)}
-    wanted = tuple(jnp.dtype(x) for x in ("float8_e8m0fnu", "uint8", "float32"))
-    scales = _check.operand(_OP, "scales", scales, f"{several}row_blocks column_blocks", dims, wanted)
-    scales = _exponents(scales)
+    scales = _check.operand(_OP, "scales", scales, f"{several}row_blocks column_blocks", dims, slabs.SCALES)
+    slabs.check_scales(_OP, scales, 2.0 ** (GREATEST_SCALE - 127))
     shape = (*codes.shape[:-2], columns, rows) if shape is None else tuple(shape)
     if not _fits(shape, rows, columns) or math.prod(shape) != codes.size:
         raise _check.error(ValueError, _OP, "shape", str(shape), _wanted(rows, columns))
-    return PackedMatrix(_packed(codes, scales), rows, columns, shape)
-
-
-def _exponents(scales: Array) -> Array:
-    """uint8, the codes of scales as powers of two."""
-    is_known = not isinstance(scales, jax.core.Tracer)
-    scales = slabs.exponents(_OP, scales)
-    if is_known and (bad := (found := np.asarray(scales)) > GREATEST_SCALE).any():
-        code = int(found[bad][0])
-        got = "NaN among them" if code == 255 else f"2^{code - 127} among them"
-        raise _check.error(ValueError, _OP, "scales", got, "powers of two up to 128")
-    return scales
+    return PackedMatrix(_packed(codes, slabs.kept(scales)), rows, columns, shape)
 
 
 @jax.jit
@@ -172,8 +161,7 @@ def _packed(codes: Array, scales: Array) -> Array:
     *several, rows, columns = bits.shape
     more = [(0, -n % BLOCK) for n in (rows, columns)]
     bits = jnp.pad(bits.reshape(-1, rows, columns), [(0, 0), *more])
-    scales = scales.reshape(len(bits), *scales.shape[-2:]).astype(jnp.int32)
-    data = slabs.packed(bits, scales, gated=False)
+    data = slabs.packed(bits, scales.reshape(len(bits), *scales.shape[-2:]), gated=False)
     return data.reshape(*several, *data.shape[1:])
 
 

@@ -17,9 +17,13 @@ CODES, SLAB_BYTES = 4096, 4112
 RAW = 120
 """A code's bits, where a bfloat16 has them, are 2^-120 times the number."""
 GREATEST_SCALE = 127 + 7
-"""the code of the greatest scale, 2^7, since 2^120 times it is a bfloat16"""
+"""the code of the greatest power of two in a scale, 2^7, since 2^120 times it is a bfloat16"""
 NAN = 0x7F
 """the code that is not a number, with either sign"""
+POWERS = jnp.dtype("float8_e8m0fnu"), jnp.dtype("uint8")
+"""what powers of two are in: their exponents, of which uint8 has the bits"""
+SCALES = *POWERS, jnp.dtype("float32"), jnp.dtype("bfloat16")
+"""what scales of FP8 are in"""
 _WORDS = (2, 4, 8, 4, 2, 2)  # of a slab: of each 32 of k, warp, row of 8, lane of a quad, 16 of k, 8 of k
 
 
@@ -33,19 +37,30 @@ def in_tiles(rows: Array, gated: bool) -> Array:
     return jnp.swapaxes(rows.reshape(e, n // TILE, 4, 8, 2, *others), 3, 4)
 
 
-def exponents(op: str, scales: Array) -> Array:
-    """uint8: the codes of powers of two that are float32, float8_e8m0fnu or such codes; float32 must have values."""
-    if scales.dtype == jnp.float32:
-        if isinstance(scales, jax.core.Tracer):
-            wanted = "float8_e8m0fnu inside of jax.jit, since float32 may be no powers of two"
-            raise _check.error(TypeError, op, "scales", scales, wanted)
-        numbers = np.asarray(scales)
-        mantissa, exponent = np.frexp(np.where(np.isfinite(numbers), numbers, 0.0))
-        if (bad := mantissa != 0.5).any():
-            got = f"{float(numbers[bad][0]):g} among them"
-            raise _check.error(ValueError, op, "scales", got, "powers of two, as float8_e8m0fnu has them")
-        return jnp.asarray(exponent - 1 + 127).clip(0, 255).astype(jnp.uint8)
+def codes_of(scales: Array) -> Array:
+    """uint8: the codes of powers of two that are float8_e8m0fnu or such codes."""
     return scales if scales.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(scales, jnp.uint8)
+
+
+def kept(scales: Array) -> Array:
+    """int32: scales of FP8 as bits of bfloat16. Those in float32 are rounded, and those below 2^-126, in bfloat16 too,
+    are below 0, of which `packed` makes 0. Those in float8_e8m0fnu, or its codes, are exact.
+    """
+    if scales.dtype in POWERS:
+        return codes_of(scales).astype(jnp.int32) << 7
+    bits = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
+    return jnp.where(bits < 1 << 7, -RAW << 7, bits)
+
+
+def check_scales(op: str, scales: Array, greatest: float) -> None:
+    """Raises ValueError for scales that have values, unless all are above 0 and at most this."""
+    if isinstance(scales, jax.core.Tracer):
+        return
+    given = np.asarray(scales)
+    numbers = (given.view(jnp.float8_e8m0fnu) if given.dtype == np.uint8 else given).astype(np.float32)
+    if (bad := ~((numbers > 0) & (numbers <= greatest))).any():
+        wanted = f"numbers above 0 and up to {greatest:g}"
+        raise _check.error(ValueError, op, "scales", f"{numbers[bad][0]:g} among them", wanted)
 
 
 def packed(codes: Array, scales: Array, gated: bool) -> Array:
@@ -54,7 +69,7 @@ def packed(codes: Array, scales: Array, gated: bool) -> Array:
 
     Args:
       codes: uint8 `[m, rows, columns]`, in whole blocks.
-      scales: the codes of powers of two, int32 `[m, rows / BLOCK, columns / BLOCK]`; NaN above `GREATEST_SCALE`.
+      scales: `[m, rows / BLOCK, columns / BLOCK]`, as `kept` has them; NaN above what `GREATEST_SCALE` is the code of.
       gated: whether the first half of the rows are gates.
     """
     m, rows, columns = codes.shape
@@ -71,14 +86,16 @@ def packed(codes: Array, scales: Array, gated: bool) -> Array:
         is_nan = is_nan.any(-1, keepdims=True)
     of_rows = in_tiles(jnp.repeat(jnp.repeat(scales, BLOCK, 1), BLOCK // SLAB, 2), gated)
     of_slabs = of_rows[:, :, 0, :, 0].transpose(0, 1, 3, 2)
-    factor = jnp.where(is_nan | (of_slabs > GREATEST_SCALE), 0x7FC0, (of_slabs + RAW).clip(0) << 7)
+    factor = jnp.where(is_nan | (of_slabs >> 7 > GREATEST_SCALE), 0x7FC0, (of_slabs + (RAW << 7)).clip(0))
     factor = jnp.tile(factor.astype(jnp.uint16), (SLAB_BYTES - CODES) // 4)
     of_scales = jax.lax.bitcast_convert_type(factor, jnp.uint8).reshape(m, tiles, slabs, -1)
     return jnp.concatenate([of_codes, of_scales], -1)
 
 
 def unpacked(data: Array) -> Array:
-    """float32 `[m, tiles, 4, 2, 8, columns]`, as `in_tiles` has rows: what data of `packed` stand for."""
+    """float32 `[m, tiles, 4, 2, 8, columns]`, as `in_tiles` has rows: what data of `packed` stand for. All are numbers
+    of bfloat16.
+    """
     m, tiles, slabs, _ = data.shape
     words = jax.lax.bitcast_convert_type(data[..., :CODES].reshape(m, tiles, slabs, *_WORDS, 4), jnp.uint32)
     halves = jnp.stack([words, words >> 16], -1)  # m tile slab | step/2 warp g t step%2 k/8 | k%2
@@ -87,8 +104,8 @@ def unpacked(data: Array) -> Array:
     codes = jnp.stack([first, second], -1).astype(jnp.uint8)  # … row%2
     x = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     low, high = (data[..., CODES + i : CODES + 4 : 2].astype(jnp.int32) for i in range(2))
-    exponent = low >> 7 | high << 1
-    scales = jnp.where(exponent == 255, jnp.nan, jnp.ldexp(jnp.float32(1), exponent - 127 - RAW))
-    x = x * scales.reshape(m, tiles, slabs, *[1] * 7, 2)
+    exponent, mantissa = low >> 7 | high << 1, 1 + (low & 127).astype(jnp.float32) / 128
+    scales = jnp.where(exponent == 255, jnp.nan, jnp.ldexp(mantissa, exponent - 127 - RAW))
+    x = jax.lax.reduce_precision(x * scales.reshape(m, tiles, slabs, *[1] * 7, 2), 8, 7)  # as kernels round it
     x = x.transpose(0, 1, 4, 10, 5, 2, 3, 7, 8, 6, 9)  # m tile warp row%2 g | slab step/2 step%2 k/8 t k%2
     return x.reshape(m, tiles, 4, 2, 8, slabs * SLAB)

@@ -312,6 +312,7 @@ def _model() -> tuple[Case, ...]:
         ExpertsCase(s_q=90, d=512, s_c=6, topk=3),
         ExpertsCase(s_q=12, features=("e4m3_weights",)),
         ExpertsCase(s_q=90, d=512, s_c=6, topk=3, features=("e4m3_weights",)),
+        ExpertsCase(s_q=20, d=512, features=("e4m3_weights", "float32_scales")),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class Problem:
     chosen: Numbers  # int32 [tokens, n_chosen]; some of no expert here
     weights: Numbers  # float32 [tokens, n_chosen]
     codes13: Numbers  # of e2m1 or e4m3, one a number: [e, 2, inner, k]
-    scales13: Numbers  # powers of two as ue8m0 has them: [e, 2, inner, k / GROUP], or [e, 2, inner / BLOCK, k / BLOCK]
+    scales13: Numbers  # as ue8m0 has them, [e, 2, inner, k / GROUP] or [e, 2, inner / BLOCK, k / BLOCK]; or in float32
     codes2: Numbers  # [e, k, inner]
     scales2: Numbers
 
@@ -60,6 +60,15 @@ class Problem:
         x = rng.standard_normal((len(chosen), k)).astype(BF16)
         weights = rng.uniform(0.25, 2, chosen.shape).astype(np.float32)
         return Problem(x, chosen, weights, *matrix(e, 2, inner, k), *matrix(e, k, inner))
+
+    def with_float32_scales(self) -> Problem:
+        """The same in FP8, with scales that are up to twice as large and no powers of two."""
+        rng = np.random.default_rng(1)
+
+        def changed(scales: Numbers) -> Numbers:
+            return np.ldexp(rng.uniform(1, 2, scales.shape), scales.astype(int) - 127).astype(np.float32)
+
+        return replace(self, scales13=changed(self.scales13), scales2=changed(self.scales2))
 
     @property
     def packed(self) -> tuple[PackedExperts, PackedExperts]:
@@ -91,10 +100,14 @@ class Problem:
 
 
 def numbers(codes: Numbers, scales: Numbers) -> Numbers:
-    """float64: what codes and scales stand for."""
-    powers = np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
+    """float64: what codes and scales stand for. In FP8 scales are rounded to bfloat16, and products with them again."""
+    if scales.dtype == np.float32:
+        powers = scales.astype(BF16).astype(np.float64)
+    else:
+        powers = np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
     if in_fp8(codes, scales):
-        of_blocks: Numbers = codes.view(E4M3).astype(np.float64) * np.repeat(np.repeat(powers, BLOCK, -2), BLOCK, -1)
+        whole = np.repeat(np.repeat(powers, BLOCK, -2), BLOCK, -1)
+        of_blocks: Numbers = (codes.view(E4M3).astype(np.float64) * whole).astype(BF16).astype(np.float64)
         return of_blocks
     made: Numbers = np.array((*E2M1, *(-v for v in E2M1)))[codes] * np.repeat(powers, GROUP, -1)
     return made
@@ -128,7 +141,8 @@ class ExpertsCase(Case):
         for e in range(self.s_c):
             rows.append(0 if e % 4 == 1 else left if e == self.s_c - 1 else min(left, 2**e))
             left -= rows[-1]
-        return Problem.of(rows, k=self.d, inner=self.d, n_chosen=self.topk, fp8="e4m3_weights" in self.features)
+        x = Problem.of(rows, k=self.d, inner=self.d, n_chosen=self.topk, fp8="e4m3_weights" in self.features)
+        return x.with_float32_scales() if "float32_scales" in self.features else x
 
     def judge(self, implementation: Implementation) -> Judgement:
         return judgement(self.complaints(implementation), "every token's result within limits")

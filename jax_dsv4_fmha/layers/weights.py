@@ -84,9 +84,9 @@ def from_state_dict(
       shardings: where parameters go, each part straight from the host to its device: a Sharding, or a dict of them
         as the parameters are laid out. None means the default device.
       packed: whether matrices in e4m3 stay so, as a `PackedMatrix`: those that a layer takes, with scales for blocks of
-        128 that are powers of two up to 128, of groups of whole blocks, and where devices' parts are whole tiles. All
-        others, and those of a `LatentAttention`, are as without it. `shardings` are those of the matrices that they
-        stand for.
+        128 that are above 0 and up to 128, of groups of whole blocks, and where devices' parts are whole tiles. Scales
+        that are no powers of two are rounded to bfloat16. All others, and those of a `LatentAttention`, are as without
+        it. `shardings` are those of the matrices that they stand for.
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, or has no use in the layer; a matrix in 8
@@ -305,8 +305,7 @@ def _packed(
     codes: np.ndarray, scales: np.ndarray, several: tuple[int, ...], shape: tuple[int, ...]
 ) -> PackedMatrix | None:
     """Codes `[several · rows, columns]` as a packed matrix of this shape, or None if it cannot have their scales."""
-    n, mantissa = math.prod(several), np.frexp(scales)[0]
-    are_kept = ((mantissa == 0.5) & (scales <= 2.0 ** (GREATEST_SCALE - 127))).all()
+    n, are_kept = math.prod(several), ((scales > 0) & (scales <= 2.0 ** (GREATEST_SCALE - 127))).all()
     if not are_kept or scales.shape != tuple(-(-m // BLOCK) for m in codes.shape):
         return None
     codes = codes.astype(jnp.float8_e4m3fn)

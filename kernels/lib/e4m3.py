@@ -17,7 +17,7 @@ STEPS = 4  # of a product, of 16 dimensions, in a slab
 
 @dataclass(frozen=True)
 class E4m3:
-    """e4m3 with a power of two for a slab, or one for either 8 of 16 rows: gates, and what these let through."""
+    """e4m3 with a bfloat16 for a slab, or one for either 8 of 16 rows: gates, and what these let through."""
 
     scales: int = 1
     code_bytes: int = 32  # of a slab, for each thread

@@ -1,4 +1,4 @@
-"""Writes a matrix in FP8 (`kernels/lib/e4m3.py`) as an array in bfloat16, [rows, columns]: e4m3 times a power of two.
+"""Writes a matrix in FP8 (`kernels/lib/e4m3.py`) as an array in bfloat16, [rows, columns]: e4m3 times a bfloat16.
 
     load       a thread its codes of SLABS slabs of 64 x 64, all before it uses any: of two rows, pairs of columns
     transpose  in each quad of lanes, so that a lane has 8 neighbouring columns

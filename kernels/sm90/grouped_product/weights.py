@@ -52,7 +52,7 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class Fp8(E4m3):
-    """e4m3 with a power of two for the gates of a slab, and one for what these let through."""
+    """e4m3 with a bfloat16 for the gates of a slab, and one for what these let through."""
 
     is_packed = True
     scales: int = 2
