@@ -16,7 +16,7 @@ from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.packed import Packed
 from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
-from jax_dsv4_fmha import PackedExperts, PackedMatrix
+from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_matrix
 from jax_dsv4_fmha.layers import from_state_dict, to_state_dict
 
 from . import model_float64
@@ -174,6 +174,18 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("scale", "fits"), [(0.3, True), (128, True), (129, False), (0, False), (np.nan, False)])
+def test_scales_by_which_a_shared_expert_stays_packed(tmp_path, scale, fits):
+    """Those that `pack_matrix` takes."""
+    name = "layers.0.ffn.shared_experts.w2"
+    codes, scales = np.ones((128, 256), jnp.float8_e4m3fn), np.array([[1, scale]], np.float32)
+    written(tmp_path / "model.safetensors", {f"{name}.weight": codes, f"{name}.scale": scales})
+    found = weights.fits_step_product(Checkpoint(tmp_path), np.array(f"{name}.weight"), (128, 128), (128, 256))
+    assert found == fits
+    if fits:
+        pack_matrix(codes, scales)
+
+
 def test_packed_projections_of_a_checkpoint(tmp_path):
     """Devices have their heads' tiles, of which nothing is gathered; steps take the parameters joined, too."""
     sizes = {"hidden_size": 128, "head_dim": 64, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 128}

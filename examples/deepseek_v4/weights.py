@@ -197,7 +197,7 @@ def fits_step_product(
     if block != (BLOCK, BLOCK) or not SHARED_EXPERT.match(names.flat[0]) or any(n % BLOCK for n in of_device):
         return False
     scales = (np.asarray(checkpoint[checkpoint.scale(name)]).astype(np.float32) for name in names.flat)
-    return all((x <= GREATEST_SCALE).all() for x in scales)
+    return all(((x > 0) & (x <= GREATEST_SCALE)).all() for x in scales)
 
 
 def is_whole(spec: P, mesh: Mesh | None) -> bool:
