@@ -255,10 +255,8 @@ def test_a_step_on_blackwell(blackwell, dtype):
     cache = jax.eval_shape(lambda: layer.cache(2, 64, dtype))
     found = explain(lambda *args: layer.step(*args, lengths=9), shapes(layer), x(2, 1, layer.hidden), cache)
     index_query = "index_query" if dtype == "float8_e4m3fn" else "rope_hadamard"
-    ops = {"norm_rope", "rope", "kv_insert", "lightning_indexer", index_query, "seen_slots", "dsv4_decode"}
-    if dtype == "float8_e4m3fn":  # over packed caches without a table slots are a part of attention
-        ops -= {"seen_slots"}
-    assert {d.op for d in found} == ops
+    ops = {"norm_rope", "rope", "kv_insert", "lightning_indexer", index_query, "dsv4_decode"}
+    assert {d.op for d in found} == ops  # over caches without a table slots are a part of attention
     assert {d.implementation for d in found} == {"kernel"}
     for decision in found:
         if decision.op in ("rope", "kv_insert", "lightning_indexer"):

@@ -1,4 +1,4 @@
-"""A step whose queries are shared out over devices: each device finds the slots of its own queries."""
+"""Slots of a step as its kernels get them: on a device that has some of the queries, and of all sequences' keys."""
 
 import dataclasses
 import functools
@@ -13,32 +13,44 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha import Cache, dsv4_decode, mla_decode
 from jax_dsv4_fmha._dispatch import seen_slots
 from jax_dsv4_fmha._dispatch.op import KernelUse
-from tests.helpers import assert_close, normal
+from tests.helpers import assert_close, assert_right, normal
 
 B, S_Q, H, D = 2, 4, 2, 16
 POSITIONS = jnp.tile(jnp.arange(24, dtype=jnp.int32), (B, 1))
 LENGTHS = jnp.array([23, 9], jnp.int32)
 INDICES = jnp.asarray(np.random.default_rng(0).integers(-1, 24, (B, S_Q, 7)), jnp.int32)
+NEAR, FAR = Cache(normal(1, B, 8, D)), Cache(normal(2, B, 24, D))
+TABLE = jnp.array([[3, 0, 5, 1, 7, 4], [2, 6, 9, 11, 8, 10]], jnp.int32)
+PAGED = Cache(normal(2, 12, 4, D), TABLE)
 
 
-def dsv4(q, **kwargs):
-    return dsv4_decode(
-        q, Cache(normal(1, B, 8, D)), Cache(normal(2, B, 24, D)), lengths=LENGTHS, window=4, ratio=4, **kwargs
-    )
+def packed(layout, n):
+    cache = Cache.zeros(B, n, layout=layout)
+    return cache.append(normal(n, B, n, cache.packing.d), POSITIONS[:, :n])
 
 
-def packed(q):
-    caches = (Cache.zeros(B, n, layout="v4_fp8").append(normal(n, B, n, 512), POSITIONS[:, :n]) for n in (8, 24))
-    return dsv4_decode(q, *caches, lengths=LENGTHS, window=4, ratio=4)
+def dsv4(q, near, far=None, **given):
+    ratio = {} if far is None else {"ratio": 4}
+    return dsv4_decode(q, near, far, window=4, **ratio, **{"lengths": LENGTHS} | given)
 
 
-Q = normal(3, B, S_Q, H, D)
+def mla(q, cache, d_v=None, **given):
+    return mla_decode(q, cache, d_v=d_v, **{"lengths": LENGTHS, "indices": INDICES} | given)
+
+
+Q, *PACKED_Q = (normal(3, B, S_Q, H, d, dtype=t) for d, t in ((D, None), (512, jnp.bfloat16), (576, jnp.bfloat16)))
+FP8 = packed("v4_fp8", 8), packed("v4_fp8", 24)
 STEPS = {
-    "dsv4": (dsv4, Q),
-    "dsv4, indices": (functools.partial(dsv4, indices=INDICES), Q),
-    "dsv4, positions": (functools.partial(dsv4, q_offset=LENGTHS - 6), Q),
-    "dsv4, packed": (packed, normal(4, B, S_Q, H, 512, dtype=jnp.bfloat16)),
-    "mla": (lambda q: mla_decode(q, Cache(normal(2, B, 24, D)), LENGTHS, INDICES, d_v=12), Q),
+    "dsv4": (dsv4, Q, (NEAR, FAR), {}),
+    "dsv4, indices": (dsv4, Q, (NEAR, FAR), {"indices": INDICES}),
+    "dsv4, positions": (dsv4, Q, (NEAR, FAR), {"q_offset": LENGTHS - 6}),
+    "dsv4, pages": (dsv4, Q, (NEAR, PAGED), {}),
+    "dsv4, a window": (dsv4, Q, (NEAR,), {}),
+    "dsv4, packed": (dsv4, PACKED_Q[0], FP8, {}),
+    "dsv4, a packed window": (dsv4, PACKED_Q[0], FP8[:1], {}),
+    "mla": (functools.partial(mla, d_v=12), Q, (FAR,), {}),
+    "mla, packed": (mla, PACKED_Q[0], FP8[1:], {}),
+    "mla, packed of 576": (functools.partial(mla, d_v=512), PACKED_Q[1], (packed("v32_fp8", 24),), {}),
 }
 
 
@@ -56,30 +68,66 @@ def told(monkeypatch):
             position = seen_slots._positions(lengths, position.shape[1], None)[..., None]
         return seen_slots._slots(lengths, position, *operands, last=0, **sizes)
 
+    def pools(source):
+        """What kernels take, as the definition takes it."""
+        found = [x.flat() for x in source.parts_of_kernel()[: len(source.kinds)]]
+        return [dataclasses.replace(x, keys=x.keys[None]) for x in found]
+
     monkeypatch.setattr(seen_slots.raw, "seen_slots", kernel)
     monkeypatch.setattr(seen_slots, "_OP", dataclasses.replace(seen_slots._OP, reference=seen_slots._by_kernel))
+    monkeypatch.setattr(seen_slots.StepSource, "parts", pools)
     return numbers
 
 
-def attend(name, devices, axes, monkeypatch):
+def attend(name, split, axes, monkeypatch):
+    """A step of which each device has some queries, or some sequences."""
     monkeypatch.setattr(seen_slots, "choose", lambda *_: KernelUse.ON_CUDA)
-    step, q = STEPS[name]
-    want = step(q)
-    mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(axes,), devices=jax.devices("cpu")[:devices])
-    got = jax.jit(lambda q: step(q))(jax.device_put(q, NamedSharding(mesh, P(None, "sequence"))))
-    assert_close(got, want)
+    step, q, caches, given = STEPS[name]
+    what, devices = split
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(axes,), devices=jax.devices("cpu")[:devices])
+    placed = jax.device_put(q, NamedSharding(mesh, P("x") if what == "sequences" else P(None, "x")))
+    got = jax.jit(lambda q: step(q, *caches, **given))(placed)
+    assert_close(got, step(q, *caches, **given, implementation="reference"))
+
+
+SPLITS = [("queries", 1), ("queries", 2), ("queries", 4), ("sequences", 2)]
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("split", SPLITS[1::2], ids=lambda x: f"{x[0]} over {x[1]}")
 @pytest.mark.parametrize("name", STEPS)
-def test_queries_over_devices(name, devices, axes, monkeypatch):
-    attend(name, devices, axes, monkeypatch)
+def test_queries_over_devices(name, split, axes, monkeypatch):
+    attend(name, split, axes, monkeypatch)
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name in STEPS if "packed" not in name])
-def test_queries_that_a_kernel_is_told_of(name, devices, axes, told, monkeypatch):
-    attend(name, devices, axes, monkeypatch)
-    assert told[-1] == (S_Q // devices if devices > 1 or "positions" in name else 0)
+@pytest.mark.parametrize("split", SPLITS, ids=lambda x: f"{x[0]} over {x[1]}")
+@pytest.mark.parametrize("name", STEPS)
+def test_queries_that_a_kernel_is_told_of(name, split, axes, told, monkeypatch):
+    attend(name, split, axes, monkeypatch)
+    what, devices = split
+    assert told[-1] == (S_Q // devices if (what == "queries" and devices > 1) or "positions" in name else 0)
+
+
+@pytest.mark.parametrize("mapped", ["all", "all but a cache"])
+@pytest.mark.parametrize("name", STEPS)
+def test_vmap(name, mapped, told, monkeypatch):
+    """Over calls with caches of their own; and over sequences that all have one cache."""
+    monkeypatch.setattr(seen_slots, "choose", lambda *_: KernelUse.ON_CUDA)
+    step, q, caches, given = STEPS[name]
+    operands = q, {"lengths": LENGTHS, **({"indices": INDICES} if step is not dsv4 else {}), **given}
+
+    def call(operands, caches, **how):
+        q, given = operands
+        return step(q, *caches, **given, **how)
+
+    if mapped == "all":
+        xs = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), (operands, caches))
+        got, each = jax.vmap(call)(*xs), [jax.tree.map(lambda x, i=i: x[i], xs) for i in range(2)]
+    else:
+        one = tuple(jax.tree.map(lambda x: x[:1], x) if x.block_table is None else
+                    dataclasses.replace(x, block_table=x.block_table[:1]) for x in caches)  # fmt: skip
+        xs = jax.tree.map(lambda x: x[:, None], operands)
+        got, each = jax.vmap(call, (0, None))(xs, one), [(jax.tree.map(lambda x, i=i: x[i], xs), one) for i in range(B)]
+    want = [call(*x, implementation="reference") for x in each]
+    assert_right(got, [np.stack(x) for x in zip(*want, strict=True)])

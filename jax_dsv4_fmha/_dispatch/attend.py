@@ -20,7 +20,7 @@ from .lowering import choose, choose_backward
 from .merge import merged
 from .modes.base import AttentionMode, Gradient, around, defined
 from .op import RESULTS, RESULTS_OF_D_V, Arrays, Axes, Call, Halo, Op, Sink
-from .sources import Part, Source, SpanSource
+from .sources import Source, SpanSource
 from .tables import BACKWARD, FORWARD
 
 
@@ -60,7 +60,7 @@ def attend(
     found = plan.best(q, sources, modes)
     is_ordered = any(mode.is_batch_invariant for mode in found.inside)
     instead = next(filter(None, (mode.differentiated for mode in found.inside)), None)
-    d_v = next((x.d_v for x in sources if isinstance(x, Part) and x.d_v), None)
+    d_v = next((x.d_v for x in sources if x.d_v), None)
     traits: dict[str, Any] = {"batch_invariant": is_ordered} | ({"differentiated": instead} if instead else {})
 
     def run(q: jax.Array, sources: Sequence[Source], sink: jax.Array | None) -> reference.Attention:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ class CachedSource:
     kind: str
     layout: str
     may_lack: bool
+    d_v: ClassVar[None] = None
 
     @staticmethod
     def of(name: str, cache: Cache, slots: jax.Array, kind: str, *seen: jax.Array) -> "CachedSource":

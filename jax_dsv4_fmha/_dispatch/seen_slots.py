@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ def seen_slots(
     is_causal: bool = True,
     *,
     with_kernel: bool = True,
-) -> "list[SelectionSource | PackedStepSource]":
+) -> "list[SelectionSource | StepSource]":
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
     position = _positions(lengths, s_q, q_offset)
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
@@ -46,21 +47,24 @@ def seen_slots(
     sizes = {"window": window, "far": far, "ratio": ratio or 0 if compressed_cache is not None else 0}
     sizes |= {"last": s_q if q_offset is None else 0}
     sizes |= {f"window_{name}": n for name, n in pools[0]._asdict().items()} | pools[1]._asdict()
-    if is_causal and with_kernel and any(cache.is_packed and cache.block_table is None for cache in caches):
-        keys, layouts = tuple(cache.pool() for cache in caches), tuple(cache.layout for cache in caches)
-        return [PackedStepSource(keys, operands, tuple(sizes.items()), layouts)]
+    near = _selection("window", window_cache)
+    sources = [near] if compressed_cache is None else [near, _selection("compressed", compressed_cache)]
+    if is_causal and with_kernel and _have_one_pool(sources) and any(cache.block_table is None for cache in caches):
+        return [StepSource(near, sources[1] if len(sources) > 1 else None, operands, tuple(sizes.items()))]
     if not is_causal:
         of_window = _of_drafts(window_cache, jnp.maximum(lengths, 0), position[:, :1], position, window)
         if compressed_cache is None:
-            return [_source("window", window_cache, *of_window)]
-    seen, of_far = _run(operands, sizes, with_kernel)
-    near = _source("window", window_cache, *(seen if is_causal else of_window))
-    return [near] if compressed_cache is None else [near, _source("compressed", compressed_cache, *of_far)]
+            return [near.seen(*of_window)]
+    found = _run(operands, sizes, with_kernel)
+    slots = [found[:2] if is_causal else of_window, found[2:]]
+    return [source.seen(*of) for source, of in zip(sources, slots, strict=False)]
 
 
-def chosen_slots(cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset: jax.Array | None) -> Arrays:
-    """The slots in one cache's pool of entries that the queries of `mla_decode` choose, -1 for one that is after a
-    query's position, int32 `[b, s_q, topk]`; and how many of them count, `[b, s_q]`.
+def chosen_slots(
+    source: SelectionSource, cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset: jax.Array | None
+) -> "SelectionSource | StepSource":
+    """The entries that the queries of `mla_decode` choose of a cache, as slots of its pool, -1 for one that is after a
+    query's position; source: of its keys.
     """
     s_q = indices.shape[1]
     operands = (
@@ -77,8 +81,16 @@ def chosen_slots(cache: Cache, lengths: jax.Array, indices: jax.Array, q_offset:
         "ratio": 1,
         "last": s_q if q_offset is None else 0,
         **{f"window_{n}": x for n, x in Pages()._asdict().items()},
+        **cache.pages._asdict(),
     }
-    return _run(operands, sizes | cache.pages._asdict(), with_kernel=True)[1]
+    if _have_one_pool([source]) and cache.block_table is None:
+        return StepSource(None, source, operands, tuple(sizes.items()))
+    return source.seen(*_run(operands, sizes, with_kernel=True)[2:])
+
+
+def _have_one_pool(sources: Sequence[SelectionSource]) -> bool:
+    """True if their kernel takes the keys of all sequences as one pool."""
+    return len(sources) > 1 or sources[0].is_packed
 
 
 def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> jax.Array:
@@ -87,77 +99,84 @@ def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> jax.
     return jnp.arange(s_q, dtype=jnp.int32)[None] + first[:, None]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("keys", "operands"), meta_fields=("sizes", "layouts"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("near", "far", "operands"), meta_fields=("sizes",))
 @dataclasses.dataclass(frozen=True)
-class PackedStepSource:
-    """The sources of a step over packed caches, of which some has no block table.
+class StepSource:
+    """The sources of a step over caches, of which some has no block table.
 
-    To their kernels all keys are one pool: that of the sequences on a device. So slots are found where attention runs,
-    and are counted through all of these sequences.
+    To their kernel the keys of all sequences on a device are one pool. So slots are found where attention runs, and
+    are counted through all of these sequences.
 
     Attributes:
-      keys: the pool of each cache.
+      near, far: the sources, without slots: that of the window, and of compressed or of chosen entries. Or None.
       operands, sizes: of the op that finds slots.
-      layouts: the layout of each cache.
     """
 
-    keys: Arrays
+    near: SelectionSource | None
+    far: SelectionSource | None
     operands: Arrays
     sizes: tuple[tuple[str, Any], ...]
-    layouts: tuple[str, ...]
+
+    @property
+    def _given(self) -> list[tuple[SelectionSource, str, slice]]:
+        """The sources, each with the prefix of its sizes, and where its slots are in what is found."""
+        every = (self.near, "window_", slice(0, 2)), (self.far, "", slice(2, 4))
+        return [(source, prefix, at) for source, prefix, at in every if source is not None]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return self.layouts
+        return tuple(kind for source, *_ in self._given for kind in source.kinds)
 
     @property
     def description(self) -> tuple[str, ...]:
-        return tuple(x for source in self._sources((None,) * 4) for x in source.description)
+        return tuple(words for source, *_ in self._given for words in source.description)
+
+    @property
+    def d_v(self) -> int | None:
+        return self._given[0][0].d_v
 
     @property
     def axes(self) -> tuple[Axes, ...]:
-        return (*(source.axes[0] for source in self._sources((None,) * 4)), *_OP.operands)
+        return (*(source.axes[0] for source, *_ in self._given), *_OP.operands)
 
     def parts(self) -> list[SelectionSource]:
-        return self._sources(_slots(*self.operands, **dict(self.sizes)))
+        found = _slots(*self.operands, **dict(self.sizes))
+        return [source.seen(*found[at]) for source, _, at in self._given]
 
     def parts_of_kernel(self) -> list[SelectionSource]:
-        """The sources for kernels: beside one cache there is another source, of which queries see nothing."""
+        """The sources for kernels: beside one cache of V4 there is another source, of which queries see nothing."""
         sizes = dict(self.sizes)
-        for prefix in ("window_", ""):
-            sizes[f"{prefix}stride"] = sizes[f"{prefix}room"]
-        find = _by_kernel if self.launched else _slots
-        found = find(*self.operands, **sizes)
-        sources = [dataclasses.replace(x, is_counted=True) for x in self._sources(found)]
-        if len(sources) == 1:
-            nothing = found[3]
-            sources.append(dataclasses.replace(sources[0], indices=nothing[..., None], length=nothing))
-        return sources
+        for source, prefix, _ in self._given:
+            if source.keys.shape[0] != 1:  # otherwise all sequences share it
+                sizes[f"{prefix}stride"] = sizes[f"{prefix}room"]
+        found = (_by_kernel if self.launched else _slots)(*self.operands, **sizes)
+        made = []
+        for source, prefix, at in self._given:
+            page = sizes[f"{prefix}page"]
+            is_counted = isinstance(page, int) and page == 0  # pages have no stride
+            made.append(dataclasses.replace(source.seen(*found[at]), is_counted=is_counted))
+        if len(made) == 1 and self.d_v is None:
+            nothing = found[1 if self.near is None else 3]
+            made.append(dataclasses.replace(made[0], indices=nothing[..., None], length=nothing, is_counted=True))
+        return made
 
     @property
     def launched(self) -> tuple[str, ...]:
         return ("seen_slots",) if _are_known(self.operands, dict(self.sizes)) else ()
-
-    def _sources(self, found: Any) -> list[SelectionSource]:
-        names, slots = ("window", "compressed"), (found[:2], found[2:])
-        each = zip(names, self.keys, self.layouts, slots, strict=False)
-        return [_selection(name, keys, layout, *of) for name, keys, layout, of in each]
 
 
 def _none(lengths: jax.Array, *shape: Any) -> jax.Array:
     return jnp.zeros((lengths.shape[0], *shape), jnp.int32)
 
 
-def _run(operands: Arrays, sizes: dict[str, Any], with_kernel: bool) -> tuple[Arrays, Arrays]:
+def _run(operands: Arrays, sizes: dict[str, Any], with_kernel: bool) -> Arrays:
     support = Support("int32", ("seen_slots",), library.shipped_for("seen_slots"))
     use = KernelUse.NEVER
     if with_kernel and _are_known(operands, sizes):
         use = choose("seen_slots", None, support)
     if use == KernelUse.NEVER:
-        found = _slots(*operands, **sizes)
-    else:
-        found = without_gradient(Call(_OP, use, tuple(sizes.items()), support), *operands)
-    return found[:2], found[2:]
+        return _slots(*operands, **sizes)
+    return without_gradient(Call(_OP, use, tuple(sizes.items()), support), *operands)
 
 
 def _are_known(operands: Arrays, sizes: dict[str, Any]) -> bool:
@@ -243,10 +262,7 @@ _OP = Op(
 )
 
 
-def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:
-    return _selection(name, cache.pool(), cache.layout, slots, length)
-
-
-def _selection(name: str, keys: jax.Array, layout: str, slots: Any, length: Any) -> SelectionSource:
+def _selection(name: str, cache: Cache) -> SelectionSource:
+    """The source of a cache, without slots."""
     names = (f"{name}_cache", f"{name} slots", f"{name} length")
-    return SelectionSource(keys, slots, length, names, f"{name}_rows", layout)
+    return SelectionSource(cache.pool(), None, None, names, f"{name}_rows", cache.layout)

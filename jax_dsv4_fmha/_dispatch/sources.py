@@ -129,8 +129,8 @@ class SelectionSource:
     """
 
     keys: jax.Array
-    indices: jax.Array
-    length: jax.Array
+    indices: Any
+    length: Any
     names: tuple[str, ...] = ("keys", "indices", "length")
     axis: str = "s_kv"
     layout: str = V4_FP8
@@ -187,6 +187,9 @@ class SelectionSource:
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), as in `SpanSource`."""
         return attention_gradient.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
+
+    def seen(self, indices: jax.Array, length: jax.Array) -> "SelectionSource":
+        return dataclasses.replace(self, indices=indices, length=length)
 
     def flat(self) -> "SelectionSource":
         """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as cache kernels take them."""
@@ -349,6 +352,9 @@ class Source(Protocol):
 
     @property
     def description(self) -> tuple[str, ...]: ...
+
+    @property
+    def d_v(self) -> int | None: ...
 
     @property
     def axes(self) -> tuple[Axes, ...]:

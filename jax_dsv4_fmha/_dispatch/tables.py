@@ -40,13 +40,8 @@ def _keys_twice(source: SpanSource) -> Sequence[Any]:
 
 
 def _pools(*sources: SelectionSource) -> Sequence[Any]:
-    """Keys as pools of all sequences, so that each query may be one. Where it is one, all stays as it is."""
-
-    def as_given(source: SelectionSource) -> bool:
-        b, s_q = source.length.shape
-        return isinstance(s_q, int) and s_q == 1 and source.keys.shape[0] == b and not source.is_packed
-
-    return jax.tree.leaves([source if as_given(source) else source.flat() for source in sources])
+    """Keys as pools of all sequences, so that each query may be one."""
+    return jax.tree.leaves([source.flat() for source in sources])
 
 
 def _span_and_pool(window: SpanSource, source: SelectionSource) -> Sequence[Any]:

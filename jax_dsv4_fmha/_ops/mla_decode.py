@@ -11,7 +11,7 @@ from .._definitions.packed import LATENTS
 from .._dispatch.attend import attend
 from .._dispatch.modes import canonical_order
 from .._dispatch.seen_slots import chosen_slots
-from .._dispatch.sources import SelectionSource, SpanSource
+from .._dispatch.sources import SelectionSource, Source, SpanSource
 
 
 def mla_decode(
@@ -112,13 +112,13 @@ def mla_decode(
 
 def _seen(
     cache: Cache, s_q: Any, lengths: jax.Array, indices: jax.Array | None, q_offset: jax.Array | None, d_v: int | None
-) -> SpanSource | SelectionSource:
+) -> Source:
     """The entries that each query sees."""
     names = ("cache", "slots", "length")
     how: dict[str, Any] = {"layout": cache.layout, "d_v": d_v, "lists_all": indices is None}
+    source = SelectionSource(cache.pool(), None, None, names, "cache_rows", **how)
     if indices is not None:
-        slots, count = chosen_slots(cache, lengths, indices, q_offset)
-        return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
+        return chosen_slots(source, cache, lengths, indices, q_offset)
     lengths = jnp.maximum(lengths, 0)[:, None]  # otherwise a subtraction might wrap around
     first = lengths - s_q if q_offset is None else q_offset[:, None]
     position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
@@ -129,4 +129,4 @@ def _seen(
         return SpanSource(cache.entries, 0 * count, count, None, names, "cache_rows", from_first=True, d_v=d_v)
     entries = 0 * lengths + jnp.arange(cache.capacity, dtype=jnp.int32)[None]
     slots = jnp.broadcast_to(cache.slots(entries)[:, None], (*position.shape, cache.capacity))
-    return SelectionSource(cache.pool(), slots, count, names, "cache_rows", **how)
+    return source.seen(slots, count)
