@@ -37,8 +37,8 @@ def written(path, tensors):
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in tensors.values()))
 
 
-def checkpoint(model, directory, block):
-    """Random tensors of a model by DeepSeek's names in two files, as published: FP4 experts, FP8 elsewhere.
+def checkpoint(model, directory, block, experts="FP4"):
+    """Random tensors of a model by DeepSeek's names in two files, as published: experts in FP4 or FP8, FP8 elsewhere.
 
     Layers have a window alone. Scales of FP8 are for square blocks. Returns what they stand for, in float32.
     """
@@ -96,7 +96,7 @@ def checkpoint(model, directory, block):
         else:
             plain(f"{at}.ffn.gate.bias", e)
         for expert in ("shared_experts", *(f"experts.{x}" for x in range(e))):
-            packed = fp8 if expert == "shared_experts" else fp4
+            packed = fp8 if experts == "FP8" or expert == "shared_experts" else fp4
             packed(f"{at}.ffn.{expert}.w1", i, m), packed(f"{at}.ffn.{expert}.w3", i, m)
             packed(f"{at}.ffn.{expert}.w2", m, i)
         h, d, g, r = layer.heads, layer.d, layer.o_groups, layer.o_rank
@@ -145,12 +145,13 @@ def test_save(name, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, load(model, tmp_path / "c", jnp.float32), params)
 
 
-def test_packed_experts_of_a_checkpoint(tmp_path):
-    """In MXFP4, of sizes that `fused_moe` takes: each device has its experts' bytes, and nothing is gathered."""
+@pytest.mark.parametrize(("experts", "slab"), [("FP4", 2176), ("FP8", 4112)])
+def test_packed_experts_of_a_checkpoint(experts, slab, tmp_path):
+    """Of sizes that `fused_moe` takes: each device has its experts' bytes, and nothing is gathered."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "layer_types": ["sliding_attention"]}
     config = {**common.SMALL, **sizes, "num_hidden_layers": 1, "head_dim": 16, "qk_rope_head_dim": 8}
     model = Model.from_config({**config, "dspark_block_size": 0, "dspark_target_layer_ids": None})
-    checkpoint(model, tmp_path, 128)
+    checkpoint(model, tmp_path, 128, experts)
     tokens = prompts(1, 9)
     want = model_float64.logits(model, jax.device_get(load(model, tmp_path, jnp.float32)), tokens[0])
     alone = load(model, tmp_path, jnp.float32, packed=True)
@@ -167,7 +168,7 @@ def test_packed_experts_of_a_checkpoint(tmp_path):
         for name, rows in (("w13", 512), ("w2", 256)):
             w = moe[name]
             assert isinstance(w, PackedExperts) and w.data.sharding.shard_shape(w.data.shape)[0] == 2
-            assert w.rows == rows and w.data.nbytes == 8 * rows * 256 * 17 // 32
+            assert w.rows == rows and w.data.nbytes == 8 * rows * 256 // 4096 * slab
         run = jax.jit(model).lower(params, tokens).compile()
         assert not re.search(r"u8\[.*all-gather", run.as_text())
         assert_close(run(params, tokens)[0], want, 1e-4)

@@ -176,8 +176,8 @@ def check(checkpoint: Checkpoint, stacks: Sequence[Stack], model: Model) -> None
 
 
 def fits_fused_moe(checkpoint: Checkpoint, names: np.ndarray, block: tuple[int, int] | None) -> bool:
-    """True if these are matrices `[rows, columns]` of routed experts in MXFP4 that `pack_experts` takes."""
-    if block != MXFP4 or not ROUTED.match(names.flat[0]):
+    """True if these are matrices `[rows, columns]` of routed experts in MXFP4 or FP8 that `pack_experts` takes."""
+    if block not in (MXFP4, (BLOCK, BLOCK)) or not ROUTED.match(names.flat[0]):
         return False
     operands = (checkpoint[name] for name in (names.flat[0], checkpoint.scale(names.flat[0])))
     try:
@@ -217,10 +217,10 @@ def load(
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
-    in; with packed=True they stay in 4 or 8 bits: as `Packed`, or, routed experts in MXFP4 that no device has a part
-    of, laid out for `fused_moe`, attention's projections as `from_state_dict` packs them, and shared experts in FP8 of
-    which devices have whole blocks as `pack_matrix` does, the gate before what it lets through. None has a gradient,
-    and fused=False makes no use of `fused_moe`. Layers for drafts are left out of a `Model`, and what reads pictures.
+    in; with packed=True they stay in 4 or 8 bits: as `Packed`, or, routed experts that no device has a part of, laid
+    out for `fused_moe`, attention's projections as `from_state_dict` packs them, and shared experts in FP8 of which
+    devices have whole blocks as `pack_matrix` does, the gate before what it lets through. None has a gradient, and
+    fused=False makes no use of `fused_moe`. Layers for drafts are left out of a `Model`, and what reads pictures.
     Engrams take words from tokenizer.json.
 
     Raises:
@@ -270,7 +270,8 @@ def load(
             parts = []
             for device, index in where.addressable_devices_indices_map((len(names),)).items():
                 with jax.set_mesh(None):
-                    parts.append(pack_experts(*piece([*index, *rest], device)))
+                    codes, scales = piece([*index, *rest], device)  # of every row
+                    parts.append(pack_experts(codes, scales[..., :: block[0], :]))
 
             def joined(*parts: jax.Array) -> jax.Array:
                 return jax.make_array_from_single_device_arrays((len(names), *parts[0].shape[1:]), where, list(parts))

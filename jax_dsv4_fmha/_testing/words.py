@@ -32,6 +32,7 @@ _FEATURES = {
     "pages": "the window's pages of another size",
     "e4m3": "FP8 products",
     "e4m3_weights": "matrices in FP8",
+    "float32_scales": "scales in float32",
     "bf16_rope": "RoPE's part in bfloat16",
     "e4m3_caches": "caches in e4m3, scales for each KV head",
     "large": "large logits",
