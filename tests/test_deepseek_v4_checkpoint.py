@@ -16,7 +16,7 @@ from examples.deepseek_v4.model import Model
 from examples.deepseek_v4.packed import Packed
 from examples.deepseek_v4.save import save
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
-from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_matrix
+from jax_dsv4_fmha import PackedExperts, PackedMatrix, pack_experts, pack_matrix
 from jax_dsv4_fmha.layers import from_state_dict, to_state_dict
 
 from . import model_float64
@@ -175,16 +175,24 @@ def test_packed_experts_of_a_checkpoint(experts, slab, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scale", "fits"), [(0.3, True), (128, True), (129, False), (0, False), (np.nan, False)])
-def test_scales_by_which_a_shared_expert_stays_packed(tmp_path, scale, fits):
-    """Those that `pack_matrix` takes."""
-    name = "layers.0.ffn.shared_experts.w2"
-    codes, scales = np.ones((128, 256), jnp.float8_e4m3fn), np.array([[1, scale]], np.float32)
+@pytest.mark.parametrize(("scale", "kinds"), [(0.3, "es"), (128, "es"), (129, "e"), (0, ""), (np.nan, "")])
+@pytest.mark.parametrize(("kind", "expert"), [("e", "experts.0"), ("s", "shared_experts")])
+def test_scales_by_which_experts_in_fp8_stay_packed(tmp_path, scale, kinds, kind, expert):
+    """Those that `pack_experts` takes, of routed experts, or `pack_matrix`, of a shared one."""
+    name = f"layers.0.ffn.{expert}.w2"
+    codes, scales = np.ones((256, 256), jnp.float8_e4m3fn), np.array([[1, scale], [2, 3]], np.float32)
     written(tmp_path / "model.safetensors", {f"{name}.weight": codes, f"{name}.scale": scales})
-    found = weights.fits_step_product(Checkpoint(tmp_path), np.array(f"{name}.weight"), (128, 128), (128, 256))
-    assert found == fits
-    if fits:
-        pack_matrix(codes, scales)
+    names, block = np.array([f"{name}.weight"]), (128, 128)
+    if kind == "e":
+        found, pack = weights.fits_fused_moe(Checkpoint(tmp_path), names, block), pack_experts
+    else:
+        found, pack = weights.fits_step_product(Checkpoint(tmp_path), names, block, codes.shape), pack_matrix
+    assert found == (kind in kinds)
+    if found:
+        pack(codes[None], scales[None])
+    else:
+        with pytest.raises(ValueError, match="scales"):
+            pack(codes[None], scales[None])
 
 
 def test_packed_projections_of_a_checkpoint(tmp_path):

@@ -184,7 +184,13 @@ def fits_fused_moe(checkpoint: Checkpoint, names: np.ndarray, block: tuple[int, 
         jax.eval_shape(pack_experts, *(jax.ShapeDtypeStruct((*names.shape, *x.shape), x.dtype) for x in operands))
     except (ValueError, TypeError):
         return False
-    return True
+    return block == MXFP4 or scales_are_within(checkpoint, names, float(np.finfo(np.float32).max))
+
+
+def scales_are_within(checkpoint: Checkpoint, names: np.ndarray, greatest: float) -> bool:
+    """True if all scales of these matrices are above 0 and at most this."""
+    scales = (np.asarray(checkpoint[checkpoint.scale(name)]).astype(np.float32) for name in names.flat)
+    return all(((x > 0) & (x <= greatest)).all() for x in scales)
 
 
 def fits_step_product(
@@ -196,8 +202,7 @@ def fits_step_product(
     """
     if block != (BLOCK, BLOCK) or not SHARED_EXPERT.match(names.flat[0]) or any(n % BLOCK for n in of_device):
         return False
-    scales = (np.asarray(checkpoint[checkpoint.scale(name)]).astype(np.float32) for name in names.flat)
-    return all(((x > 0) & (x <= GREATEST_SCALE)).all() for x in scales)
+    return scales_are_within(checkpoint, names, GREATEST_SCALE)
 
 
 def is_whole(spec: P, mesh: Mesh | None) -> bool:
