@@ -123,8 +123,8 @@ def pack_experts(codes: Array, scales: Array) -> PackedExperts:
         for gated products, gates first. In FP8 float8_e4m3fn `[…, columns]`. e is at most 1024, rows and columns are
         multiples of 256.
       scales: powers of two, float8_e8m0fnu or uint8 with its bits: for 32 numbers of a row, `[…, columns / 32]`; in FP8
-        for each block of 128 x 128, `[…, rows / 128, columns / 128]`, also any numbers above 0 in float32 or bfloat16,
-        of which those below 2^-126 count as 0.
+        for each block of 128 x 128, `[…, rows / 128, columns / 128]`, also any numbers above 0 in float32 or bfloat16;
+        one below 2^-126 counts as 0.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.

@@ -21,7 +21,7 @@ GREATEST_SCALE = 127 + 7
 NAN = 0x7F
 """the code that is not a number, with either sign"""
 POWERS = jnp.dtype("float8_e8m0fnu"), jnp.dtype("uint8")
-"""what powers of two are in: their exponents, of which uint8 has the bits"""
+"""what powers of two are in: as exponents, or as the bits of these"""
 SCALES = *POWERS, jnp.dtype("float32"), jnp.dtype("bfloat16")
 """what scales of FP8 are in"""
 _WORDS = (2, 4, 8, 4, 2, 2)  # of a slab: of each 32 of k, warp, row of 8, lane of a quad, 16 of k, 8 of k
@@ -43,8 +43,8 @@ def codes_of(scales: Array) -> Array:
 
 
 def kept(scales: Array) -> Array:
-    """int32: scales of FP8 as bits of bfloat16. Those in float32 are rounded, and those below 2^-126, in bfloat16 too,
-    are below 0, of which `packed` makes 0. Those in float8_e8m0fnu, or its codes, are exact.
+    """int32: scales of FP8 as bits of bfloat16. Those in float32 are rounded. One below 2^-126, in bfloat16 too, becomes
+    a number below 0, and `packed` makes 0 of it. Those in float8_e8m0fnu, or its codes, are exact.
     """
     if scales.dtype in POWERS:
         return codes_of(scales).astype(jnp.int32) << 7

@@ -102,7 +102,7 @@ def _positions(lengths: jax.Array, s_q: Any, q_offset: jax.Array | None) -> jax.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("near", "far", "operands"), meta_fields=("sizes",))
 @dataclasses.dataclass(frozen=True)
 class StepSource:
-    """The sources of a step over caches, of which some has no block table.
+    """The sources of a step over caches that are not all in pages.
 
     To their kernel the keys of all sequences on a device are one pool. So slots are found where attention runs, and
     are counted through all of these sequences.

@@ -119,7 +119,7 @@ class SelectionSource:
       keys: `[b, s, d]`; with b = 1 a pool that all batch entries share. Or packed: uint8 `[b, pages, page_bytes]`,
         where index i means entry i % n of page i // n, and n entries make a page.
       indices: int32 `[b, s_q, n]`; an index outside of `[0, s)` is absent.
-      length: int32 `[b, s_q]`, any value: indices from there on are absent too.
+      length: int32 `[b, s_q]`, any value: indices from there on are absent too. Both are None until `seen` gives them.
       names: the caller's names of keys, indices and length.
       axis: the caller's name of s.
       layout: the layout of packed keys.
@@ -189,6 +189,7 @@ class SelectionSource:
         return attention_gradient.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
 
     def seen(self, indices: jax.Array, length: jax.Array) -> "SelectionSource":
+        """The same keys, with what each query sees of them."""
         return dataclasses.replace(self, indices=indices, length=length)
 
     def flat(self) -> "SelectionSource":
