@@ -43,8 +43,8 @@ def codes_of(scales: Array) -> Array:
 
 
 def kept(scales: Array) -> Array:
-    """int32: scales of FP8 as bits of bfloat16. Those in float32 are rounded. One below 2^-126 becomes a number below 0,
-    in bfloat16 too, and `packed` makes 0 of it. Those in float8_e8m0fnu, or its codes, are exact.
+    """int32: scales of FP8 as bits of bfloat16. Those in float32 are rounded. One below 2^-126, in either dtype,
+    is made a number below 0, and `packed` makes 0 of it. Those in float8_e8m0fnu, or its codes, are exact.
     """
     if scales.dtype in POWERS:
         return codes_of(scales).astype(jnp.int32) << 7
